@@ -1,0 +1,57 @@
+// Paged attention over KV blocks of 16 tokens.
+//
+// Block-major: a block of a group holds all its layers; layer l begins `layer_offset` bytes into each block. The layout
+// inside (K transposed, 16 tokens = one vector) is this file's own business; nobody else reads KV.
+//
+// Exactness. The context is cut into splits at absolute multiples of kSplit tokens, a split into tiles at absolute
+// multiples of the block size. Each (row, head) computes each split from a fresh online-softmax state and merges splits in
+// position order, whatever the number of rows, sequences or threads. Slots at positions after the row's own are never read into arithmetic.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace spolia {
+
+enum class KvType : int32_t { F32 = 0, F16 = 1, BF16 = 2 };
+inline constexpr int64_t kBlock = 16;
+
+struct AttendShape {
+  KvType kv_type;
+  int64_t num_heads, num_kv_heads, head_dim;
+  int64_t window;  // 0: full attention
+  float scale;
+  float softcap;   // 0: none
+};
+
+struct AttendStep {          // one layer of one step
+  uint8_t* pool;             // the group's pool
+  size_t block_bytes;        // bytes from a block to the next
+  size_t layer_offset;       // this layer's first byte inside a block
+  const int32_t* block_table;  // [num_seqs, max_blocks]
+  int64_t max_blocks;
+  const int32_t* row_starts; // [num_seqs + 1]
+  const int32_t* positions;  // [num_rows]
+  int64_t num_seqs;
+  const float* q; int64_t ld_q;
+  const float* k; int64_t ld_k;
+  const float* v; int64_t ld_v;
+  float* out; int64_t ld_out;  // [num_rows, num_heads * head_dim]
+};
+
+struct AttendKernels {
+  size_t (*layer_bytes)(const AttendShape& shape);  // bytes of one layer in one block, a multiple of 64
+  // Write rows [row_begin, row_end)'s k and v to their blocks. Rows of one sequence in one block may be written by different threads.
+  void (*store)(const AttendShape& shape, const AttendStep& step, int64_t row_begin, int64_t row_end);
+  // Number of independent work items of this step; depends on shapes, never on threads. Called after nothing, cheap.
+  int64_t (*num_items)(const AttendShape& shape, const AttendStep& step);
+  // Bytes of scratch that all items of a step share (partial results of splits), and bytes private to one thread.
+  size_t (*shared_scratch_bytes)(const AttendShape& shape, const AttendStep& step);
+  size_t (*thread_scratch_bytes)(const AttendShape& shape);
+  // Any thread may run any item, in any order; then, after a barrier, `merge` combines splits for rows [row_begin, row_end).
+  void (*item)(const AttendShape& shape, const AttendStep& step, int64_t item, uint8_t* shared_scratch, uint8_t* thread_scratch);
+  void (*merge)(const AttendShape& shape, const AttendStep& step, int64_t row_begin, int64_t row_end, uint8_t* shared_scratch);
+  // Copy the first num_tokens tokens of one layer from block to block (copy-on-write); layer bytes given by the caller.
+  void (*copy_tokens)(const AttendShape& shape, const uint8_t* src_layer, uint8_t* dst_layer, int64_t num_tokens);
+};
+
+}  // namespace spolia
