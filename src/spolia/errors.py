@@ -4,6 +4,7 @@
     ├── InvalidRequest      the caller asked for something impossible (HTTP 400)
     │   └── UnknownModel    no model of that name is served (HTTP 404)
     ├── Overloaded          right request, no room now; try again later (HTTP 429)
+    │   └── NotReady        the model is loading or the server is draining (HTTP 503)
     ├── StorageUnavailable  a tier cannot answer at this moment
     ├── ModelError          a model file that cannot be found, read or supported
     └── Bug                 a promise of ours is broken
@@ -22,6 +23,7 @@ __all__ = [
     "InvalidRequest",
     "LeaseError",
     "ModelError",
+    "NotReady",
     "Overloaded",
     "SpoliaError",
     "StorageUnavailable",
@@ -54,6 +56,10 @@ class UnknownModel(InvalidRequest):
 
 class Overloaded(SpoliaError):  # noqa: N818
     """There is no room for the request at this moment."""
+
+
+class NotReady(Overloaded):
+    """Nothing can be answered at this moment: the model is still loading, or the server is draining."""
 
 
 class StorageUnavailable(SpoliaError):  # noqa: N818

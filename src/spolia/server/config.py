@@ -1,0 +1,30 @@
+"""The server's own settings; what the engine needs is in `EngineConfig`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ServerConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Checked at birth.
+
+    Attributes:
+        host: address to listen on. The default is reachable from this machine only.
+        port: 0 lets the system choose one.
+        max_waiting: requests that may wait for their first step; the next one is answered 429.
+        max_body_bytes: a longer request body is answered 413 and not read to its end.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_waiting: int = 1024
+    max_body_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("port", 0, 65535), ("max_waiting", 1, 1 << 20), ("max_body_bytes", 1024, 1 << 40)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} is {value}; allowed are {low} to {high}")
