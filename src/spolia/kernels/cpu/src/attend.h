@@ -42,9 +42,12 @@ struct AttendKernels {
   size_t (*layer_bytes)(const AttendShape& shape);  // bytes of one layer in one block, a multiple of 64
   // Write rows [row_begin, row_end)'s k and v to their blocks. Rows of one sequence in one block may be written by different threads.
   void (*store)(const AttendShape& shape, const AttendStep& step, int64_t row_begin, int64_t row_end);
-  // Number of independent work items of this step; depends on shapes, never on threads. Called after nothing, cheap.
-  int64_t (*num_items)(const AttendShape& shape, const AttendStep& step);
-  // Bytes of scratch that all items of a step share (partial results of splits), and bytes private to one thread.
+  // Cut the step into independent work items and write the plan to the head of shared_scratch; returns how many there are.
+  // Called by one thread, once per layer, after sizing shared_scratch and before a barrier; reads no KV, so it may run beside
+  // `store`. The plan depends on shapes, positions and block tables, never on threads.
+  int64_t (*plan)(const AttendShape& shape, const AttendStep& step, uint8_t* shared_scratch);
+  // Bytes of scratch that all items of a step share (plan and partial results of splits), and bytes private to one thread;
+  // both 64-byte aligned by the caller, neither initialised.
   size_t (*shared_scratch_bytes)(const AttendShape& shape, const AttendStep& step);
   size_t (*thread_scratch_bytes)(const AttendShape& shape);
   // Any thread may run any item, in any order; then, after a barrier, `merge` combines splits for rows [row_begin, row_end).
