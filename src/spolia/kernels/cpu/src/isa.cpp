@@ -1,0 +1,65 @@
+#include "isa.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+namespace spolia {
+
+#define SPOLIA_DECLARE_LEVEL(level)   \
+  namespace level {                   \
+  LinearKernels linear_kernels();     \
+  AttendKernels attend_kernels();     \
+  RowwiseKernels rowwise_kernels();   \
+  }
+
+SPOLIA_DECLARE_LEVEL(generic)
+#ifdef SPOLIA_X86
+SPOLIA_DECLARE_LEVEL(avx2)
+SPOLIA_DECLARE_LEVEL(avx512)
+#endif
+
+#if __has_include("linear.cpp")
+#define SPOLIA_LINEAR(level) level::linear_kernels()
+#else
+#define SPOLIA_LINEAR(level) LinearKernels{}
+#endif
+#if __has_include("attend.cpp")
+#define SPOLIA_ATTEND(level) level::attend_kernels()
+#else
+#define SPOLIA_ATTEND(level) AttendKernels{}
+#endif
+#define SPOLIA_LEVEL_TABLE(level) Kernels{#level, SPOLIA_LINEAR(level), SPOLIA_ATTEND(level), level::rowwise_kernels()}
+
+static std::vector<Kernels> find_levels() {
+  std::vector<Kernels> found;
+#ifdef SPOLIA_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+  if (avx512) found.push_back(SPOLIA_LEVEL_TABLE(avx512));
+  if (avx2) found.push_back(SPOLIA_LEVEL_TABLE(avx2));
+#endif
+  found.push_back(SPOLIA_LEVEL_TABLE(generic));
+  return found;
+}
+
+const std::vector<Kernels>& levels() {
+  static const std::vector<Kernels> found = find_levels();
+  return found;
+}
+
+const Kernels& kernels(const std::string& name) {
+  const char* forced = std::getenv("SPOLIA_ISA");
+  const std::string wanted = !name.empty() ? name : forced ? forced : "";
+  if (wanted.empty()) return levels().front();
+  std::string have;
+  for (const Kernels& level : levels()) {
+    if (wanted == level.name) return level;
+    have += std::string(have.empty() ? "" : ", ") + level.name;
+  }
+  throw std::invalid_argument((name.empty() ? "SPOLIA_ISA=" : "level ") + wanted + ": this CPU has " + have);
+}
+
+}  // namespace spolia

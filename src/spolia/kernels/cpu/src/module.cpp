@@ -1,0 +1,29 @@
+// The extension module `spolia.kernels.cpu._cpu`.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "isa.h"
+
+namespace nb = nanobind;
+
+void bind_rowwise(nb::module_& m);
+void bind_linear(nb::module_& m);
+void bind_attend(nb::module_& m);
+
+NB_MODULE(_cpu, m) {
+  m.def("levels", [] {
+    std::vector<std::string> names;
+    for (const spolia::Kernels& level : spolia::levels()) names.push_back(level.name);
+    return names;
+  }, "Names of the ISA levels that this CPU has, best first.");
+  m.def("level", [](const std::string& name) { return std::string(spolia::kernels(name).name); }, nb::arg("name") = "",
+        "The level that is used for `name`; '' is the one that SPOLIA_ISA names, else the best.");
+  bind_rowwise(m);
+#if __has_include("bind_linear.cpp")
+  bind_linear(m);
+#endif
+#if __has_include("bind_attend.cpp")
+  bind_attend(m);
+#endif
+}
