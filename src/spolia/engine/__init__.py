@@ -1,0 +1,58 @@
+"""Requests to tokens: admission, the scheduler, the step loop, and its two faces, `LLM` and `AsyncEngine`.
+
+    Admission        a prompt and its parameters are checked against every limit -> Request
+    Scheduler        which tokens the next step computes -> StepPlan
+    Runner           a plan as arrays, one native call -> logits
+    EngineCore       plan, run, sample, commit: one step
+    EngineThread     steps, for ever, on a thread of its own
+    LLM, AsyncEngine what programs use
+
+An answer depends on its request alone, to the bit: not on neighbours, chunk sizes, threads, preemption or what was cached.
+"""
+
+from __future__ import annotations
+
+from spolia.engine.admission import Admission
+from spolia.engine.assembly import Engine, build_engine
+from spolia.engine.async_engine import AsyncEngine, TokenStream
+from spolia.engine.config import EngineConfig
+from spolia.engine.core import EngineCore, Observer, StepStats
+from spolia.engine.llm import LLM
+from spolia.engine.outputs import Counters, Delta, EngineStats, FinishReason, RequestOutput, Timings
+from spolia.engine.request import Request, Sequence
+from spolia.engine.runner import Runner
+from spolia.engine.scheduler import Scheduler, StepPlan
+from spolia.generation import SamplingParams, TokenLogprobs
+from spolia.kvcache import Explanation, Ledger, MissReason
+from spolia.models import Model, load
+
+__all__ = [
+    "LLM",
+    "Admission",
+    "AsyncEngine",
+    "Counters",
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "EngineCore",
+    "EngineStats",
+    "Explanation",
+    "FinishReason",
+    "Ledger",
+    "MissReason",
+    "Model",
+    "Observer",
+    "Request",
+    "RequestOutput",
+    "Runner",
+    "SamplingParams",
+    "Scheduler",
+    "Sequence",
+    "StepPlan",
+    "StepStats",
+    "Timings",
+    "TokenLogprobs",
+    "TokenStream",
+    "build_engine",
+    "load",
+]

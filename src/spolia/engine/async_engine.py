@@ -1,0 +1,234 @@
+"""The engine for asyncio programs: requests in, streams out, computing on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from spolia.engine.assembly import Engine, build_engine
+from spolia.engine.config import EngineConfig
+from spolia.engine.core import EngineCore, Observer
+from spolia.engine.outputs import Delta, EngineStats, RequestOutput
+from spolia.engine.request import Request
+from spolia.engine.thread import EngineThread
+from spolia.errors import SpoliaError
+from spolia.generation import SamplingParams
+from spolia.models import Model
+
+__all__ = ["AsyncEngine", "TokenStream"]
+
+T = TypeVar("T")
+
+
+class AsyncEngine:
+    """Serves many requests at a time to the coroutines of any event loop.
+
+    Args:
+        model: a source as `models.load` takes it, a loaded model, or a whole `Engine` that was built elsewhere.
+        config: settings; None: all measured.
+        observer: told of each step and each finished request, on the engine's thread. It must be quick.
+
+    Raises:
+        ModelError: the model cannot be had or read.
+        InvalidRequest: a setting that is impossible with this model.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Model | Engine,
+        config: EngineConfig | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> None:
+        self._engine = model if isinstance(model, Engine) else build_engine(model, config, observer=observer)
+        self._thread: EngineThread[_Mailbox] = EngineThread(self._engine.core, _deliver)
+
+    @property
+    def model(self) -> Model:
+        """For its name, tokenizer and chat template."""
+        return self._engine.model
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings as resolved at start: nothing that was to be measured is left None."""
+        return self._engine.config
+
+    @property
+    def stats(self) -> EngineStats:
+        """Queue lengths, counters and block ledger as of the last step. Costs nothing; any thread."""
+        return self._engine.core.stats
+
+    @property
+    def failure(self) -> SpoliaError | None:
+        """Why no request can be answered any more; None while all is well."""
+        return self._thread.failure
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+    ) -> TokenStream:
+        """Submit a request. Returns at once; call it on the event loop that will read the stream.
+
+            async with engine.generate("Name three rivers.", SamplingParams(max_tokens=50)) as stream:
+                async for delta in stream:
+                    print(delta.text, end="")
+
+        Args:
+            prompt: text, or token ids as they are.
+            request_id: unique among the requests in flight; None makes one.
+            cache_salt: only requests with the same salt share KV.
+
+        Raises:
+            InvalidRequest: it can never be answered; nothing was submitted.
+            Overloaded: the engine is draining or closed.
+            Bug: the engine has failed; see `failure`.
+        """
+        request = self._engine.admission.admit(prompt, params, request_id=request_id, cache_salt=cache_salt)
+        mailbox = _Mailbox(asyncio.get_running_loop())
+        self._thread.submit([(request, mailbox)])
+        return TokenStream(request, mailbox, self._thread.abort)
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is: waiting, in its prompt, or generating.
+
+        Its stream ends with finish_reason "abort", and its blocks are free or evictable before the next step. Requests
+        that have ended are ignored.
+        """
+        self._thread.abort([request_id])
+
+    async def call(self, function: Callable[[EngineCore], T]) -> T:
+        """Run `function` on the engine's thread between two steps, for instance to look into its cache."""
+        return await asyncio.wrap_future(self._thread.call(function))
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Refuse new requests and wait for those in flight; False if that took longer than `timeout_s`."""
+        self._thread.drain()
+        return await asyncio.to_thread(self._thread.wait_drained, timeout_s)
+
+    async def aclose(self) -> None:
+        """Abort what is in flight and end the engine's thread."""
+        await asyncio.to_thread(self._thread.close)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class TokenStream:
+    """An answer as it comes: an async iterator of deltas, the last of which carries the whole `RequestOutput`.
+
+    Ending early ends the request: leaving `async with`, `aclose()`, cancelling a task that waits for the next delta, or
+    dropping the stream. A reader that is behind gets several steps' tokens as one delta.
+
+    Attributes:
+        request: as admitted: its id, prompt ids, resolved `max_tokens` and seed.
+    """
+
+    def __init__(self, request: Request, mailbox: _Mailbox, abort: Callable[[Sequence[str]], None]) -> None:
+        self.request = request
+        self._mailbox = mailbox
+        self._abort = abort
+        self._is_over = False
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next delta.
+
+        Raises:
+            Bug: the engine failed.
+        """
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            event = await self._mailbox.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if isinstance(event, SpoliaError):
+            self._is_over = True
+            raise event
+        self._is_over = event.output is not None
+        return event
+
+    async def output(self) -> RequestOutput:
+        """Read to the end; the whole answer, deltas that were read before included."""
+        async for delta in self:
+            if delta.output is not None:
+                return delta.output
+        raise RuntimeError(f"request {self.request_id}: its stream was read to the end or closed before")
+
+    async def aclose(self) -> None:
+        """End the request if it has not ended. Does not wait."""
+        self.__del__()
+
+    async def __aenter__(self) -> TokenStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._abort([self.request_id])
+
+
+class _Mailbox:
+    """Where one stream's events wait. Filled and read on its loop's thread only."""
+
+    __slots__ = ("_event", "_waiter", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._event: Delta | SpoliaError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, event: Delta | SpoliaError) -> None:
+        if isinstance(self._event, Delta) and isinstance(event, Delta):
+            self._event = self._event + event
+        else:
+            self._event = event
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Delta | SpoliaError:
+        while self._event is None:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        event, self._event = self._event, None
+        return event
+
+
+def _deliver(events: Sequence[tuple[_Mailbox, Delta | SpoliaError]]) -> None:
+    """Hand events over to their loops, one wake-up a loop."""
+    loops = {mailbox.loop for mailbox, _ in events}
+    for loop in loops:
+        mine = events if len(loops) == 1 else [event for event in events if event[0].loop is loop]
+        try:
+            loop.call_soon_threadsafe(_put_all, mine)
+        except RuntimeError:  # the loop is closed, so nobody is left to read: dropping is right
+            continue
+
+
+def _put_all(events: Sequence[tuple[_Mailbox, Delta | SpoliaError]]) -> None:
+    for mailbox, event in events:
+        mailbox.put(event)

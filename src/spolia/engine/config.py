@@ -1,0 +1,55 @@
+"""The engine's settings, checked at birth. `spolia serve`'s flags derive from these fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from spolia.errors import InvalidRequest
+from spolia.kernels import KvDtype
+
+__all__ = ["EngineConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine; None means measured at start.
+
+    Attributes:
+        kv_dtype: how keys and values are kept: "bf16", "f16" or "f32".
+        kv_memory: bytes for all KV pools; None: a quarter of the memory that is available, and no more than
+            `max_sequences` sequences of `max_context` tokens could fill.
+        num_threads: None: one per physical core that this process may use.
+        max_context: most tokens of a prompt and its answer; None: the model's own limit, or less if fewer fit in the pools.
+        max_batch_tokens: token budget of a step. Long prompts are computed in pieces of at most this.
+        max_sequences: most sequences in one step; more wait.
+        backend: a key of `kernels.BACKENDS`: "cpu", or "reference" (slow, exact numpy).
+        cache_salt: engine-wide secret mixed into every namespace, so that nobody outside can guess keys.
+        check: verify every invariant of the cache after each step. Slow.
+    """
+
+    kv_dtype: KvDtype = "bf16"
+    kv_memory: int | None = None
+    num_threads: int | None = None
+    max_context: int | None = None
+    max_batch_tokens: int = 256
+    max_sequences: int = 64
+    backend: str = "cpu"
+    cache_salt: str = ""
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype not in get_args(KvDtype):
+            raise InvalidRequest(
+                f"kv_dtype is {self.kv_dtype!r}; it must be one of {', '.join(get_args(KvDtype))}", param="kv_dtype"
+            )
+        for name in ("kv_memory", "num_threads", "max_context", "max_batch_tokens", "max_sequences"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequest(f"{name} is {value}; it must be at least 1", param=name)
+        if self.max_batch_tokens < self.max_sequences:
+            raise InvalidRequest(
+                f"max_batch_tokens is {self.max_batch_tokens}, less than max_sequences ({self.max_sequences}); "
+                "each running sequence needs one token a step: raise the one or lower the other",
+                param="max_batch_tokens",
+            )

@@ -1,0 +1,121 @@
+"""What comes back from the engine: a delta a step, and one output at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from spolia.generation import TokenLogprobs
+from spolia.kvcache import Explanation, Ledger
+
+__all__ = ["Counters", "Delta", "EngineStats", "FinishReason", "RequestOutput", "Timings"]
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds, by the engine's clock; those of an event that never came are None.
+
+    Attributes:
+        queue_s: from submission to the first step that computed something for it.
+        first_token_s: from submission to the first generated token.
+        total_s: from submission to the end.
+    """
+
+    queue_s: float | None
+    first_token_s: float | None
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request.
+
+    Attributes:
+        token_ids: all generated ids, the one that ended the answer included.
+        text: the generated text; without the end-of-text token, and cut before a stop string unless asked otherwise.
+        logprobs: one entry a generated token where asked for, else None.
+        finish_reason: "stop" (end-of-text token, stop id or stop string), "length" or "abort".
+        stop_reason: the stop string or stop id that ended it; None for the model's own end-of-text token.
+        num_cached_tokens: prompt tokens whose KV was reused.
+        explanation: why the other prompt tokens were not; None if the request was aborted before it was looked up.
+        seed: the one that was used; passing it again gives the same answer.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    num_cached_tokens: int
+    explanation: Explanation | None
+    seed: int
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one or several steps added to a stream.
+
+    Attributes:
+        text: new text; "" while a character or a possible stop string is incomplete.
+        token_ids: new ids.
+        logprobs: one entry a new id where asked for, else empty.
+        output: the whole answer, with the last delta; None before.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    output: RequestOutput | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return None if self.output is None else self.output.finish_reason
+
+    def __add__(self, later: Delta) -> Delta:
+        """Both, as one delta: how a reader that is behind catches up."""
+        return Delta(
+            self.text + later.text, self.token_ids + later.token_ids, self.logprobs + later.logprobs, later.output
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Totals since the engine was made.
+
+    Attributes:
+        num_prompt_tokens: prompt tokens of requests that were looked up in the cache.
+        num_cached_tokens: of those, reused.
+        num_computed_tokens: tokens that went through the model, `num_recomputed_tokens` included.
+        num_recomputed_tokens: computed a second time because their KV was evicted while their sequence was preempted.
+        num_generated_tokens: tokens sampled.
+        num_finished: requests that ended, by finish reason; "error" counts those that a failure ended.
+    """
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine between two steps: consistent within itself, as old as the last step.
+
+    Attributes:
+        ledger: blocks of each cache group, in the order of `Program.cache_groups`.
+    """
+
+    num_waiting: int
+    num_running: int
+    counters: Counters
+    ledger: tuple[Ledger, ...]

@@ -1,0 +1,178 @@
+"""A request as it was admitted, and the sequence that answers it.
+
+A sequence's tokens, by what has become of them:
+
+    |<------------- num_prompt_tokens ------------->|<------ generated ------>|
+    |<-- num_cached_tokens -->|                     |                         |
+    |<------------- num_computed_tokens ------------------->|<-- pending ---->|
+                                                                              num_tokens
+
+A decoding sequence has one pending token, the one sampled last; a prefill has many; there is no other difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spolia.engine.outputs import FinishReason, RequestOutput, Timings
+from spolia.generation import RowSampling, SamplingParams, TextStream, TokenLogprobs
+from spolia.kvcache import Explanation, Lease
+
+__all__ = ["Request", "Sequence"]
+
+_NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Request:
+    """What a client asked, checked against the engine's limits (see `Admission`).
+
+    Attributes:
+        prompt_token_ids: int32 `[num_prompt_tokens]`, at least one.
+        max_tokens: resolved: prompt and answer fit the context and the pools.
+        seed: the client's, or one drawn for it.
+        namespace: who may share its KV.
+        final_ids: generating one of these ends the answer.
+        arrival_s: when it was submitted, by the engine's clock.
+    """
+
+    request_id: str
+    prompt_token_ids: NDArray[np.int32]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    namespace: bytes
+    final_ids: frozenset[int]
+    arrival_s: float
+
+
+class Sequence:
+    """One token stream with a lease on its KV. The engine thread owns it.
+
+    Attributes:
+        token_ids: int32 buffer; the first `num_tokens` count.
+        lease: held while running, else None.
+        lane: row of the runner's block tables while running.
+        num_ever_computed_tokens: how far it had come before it was preempted: computing these again is rework.
+        num_passed_over: later requests that were admitted before it.
+    """
+
+    __slots__ = (
+        "_banned_ids",
+        "explanation",
+        "finish_reason",
+        "first_step_s",
+        "first_token_s",
+        "lane",
+        "lease",
+        "logprobs",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_ever_computed_tokens",
+        "num_passed_over",
+        "num_prompt_tokens",
+        "num_slots",
+        "num_tokens",
+        "request",
+        "stop_reason",
+        "text",
+        "text_parts",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, text: TextStream) -> None:
+        self.request = request
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens
+        self.token_ids = np.empty(self.num_prompt_tokens + request.max_tokens, np.int32)
+        self.token_ids[: self.num_tokens] = request.prompt_token_ids
+        self.text = text
+        self.text_parts: list[str] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.lease: Lease | None = None
+        self.lane = -1
+        self.num_computed_tokens = 0
+        self.num_slots = 0
+        self.num_ever_computed_tokens = 0
+        self.num_passed_over = 0
+        self.num_cached_tokens = 0
+        self.explanation: Explanation | None = None
+        self.first_step_s: float | None = None
+        self.first_token_s: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self._banned_ids = np.fromiter(sorted(request.final_ids), np.int32) if request.params.min_tokens else _NO_IDS
+
+    @property
+    def num_pending_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def known_ids(self) -> NDArray[np.int32]:
+        return self.token_ids[: self.num_tokens]
+
+    @property
+    def generated_ids(self) -> tuple[int, ...]:
+        return tuple(self.token_ids[self.num_prompt_tokens : self.num_tokens].tolist())
+
+    def next_row(self) -> RowSampling:
+        """How to draw the token after `num_tokens`."""
+        request = self.request
+        banned = self._banned_ids
+        if len(banned) and self.num_generated_tokens >= request.params.min_tokens:
+            banned = self._banned_ids = _NO_IDS
+        return RowSampling(request.params, request.seed, self.num_tokens, banned)
+
+    def append(self, token_id: int) -> str:
+        """Take a sampled token; returns the text that it completed, and sets `finish_reason` where it ends the answer."""
+        request = self.request
+        params = request.params
+        self.token_ids[self.num_tokens] = token_id
+        self.num_tokens += 1
+        num_generated = self.num_tokens - self.num_prompt_tokens
+        may_stop = num_generated > params.min_tokens
+        if may_stop and token_id in request.final_ids:
+            self.finish_reason = "stop"
+            self.stop_reason = token_id if token_id in params.stop_token_ids else None
+            text = (self.text.feed(token_id).text if params.include_stop_str_in_output else "") + self.text.finish()
+        else:
+            text, stop = self.text.feed(token_id, may_stop=may_stop)
+            if stop is not None:
+                self.finish_reason = "stop"
+                self.stop_reason = stop
+            elif num_generated >= request.max_tokens:
+                self.finish_reason = "length"
+                text += self.text.finish()
+        if text:
+            self.text_parts.append(text)
+        return text
+
+    def output(self, now_s: float) -> RequestOutput:
+        """The whole answer, once `finish_reason` is set."""
+        if self.finish_reason is None:
+            raise RuntimeError(f"request {self.request.request_id} is not finished")
+        arrival_s = self.request.arrival_s
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt_token_ids=tuple(self.request.prompt_token_ids.tolist()),
+            token_ids=self.generated_ids,
+            text="".join(self.text_parts),
+            logprobs=None if self.request.params.logprobs is None else tuple(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            num_cached_tokens=self.num_cached_tokens,
+            explanation=self.explanation,
+            seed=self.request.seed,
+            timings=Timings(
+                queue_s=None if self.first_step_s is None else self.first_step_s - arrival_s,
+                first_token_s=None if self.first_token_s is None else self.first_token_s - arrival_s,
+                total_s=now_s - arrival_s,
+            ),
+        )

@@ -1,0 +1,161 @@
+"""The engine's own thread: the one place where the step loop runs, for `LLM` and `AsyncEngine` alike.
+
+    callers' threads                     engine thread                        callers' threads
+    submit, abort, call  -> one queue -> core.submit / abort / step  -> deliver([(sink, delta or error), ...])
+
+Every request that was submitted is answered: by a delta that carries its output, or by an error. If a step raises, all requests
+get an error, the engine is unhealthy, and later submissions are refused with the same error.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from spolia.engine.core import EngineCore
+from spolia.engine.outputs import Delta
+from spolia.engine.request import Request
+from spolia.errors import Bug, InvalidRequest, Overloaded, SpoliaError
+
+__all__ = ["EngineThread"]
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class _Command(NamedTuple):
+    run: Callable[[], Any]
+    future: Future[Any] | None  # gets what `run` returns or raises
+
+
+class EngineThread(Generic[S]):
+    """Runs an `EngineCore`. All methods may be called from any thread; only `close` and `wait_drained` wait.
+
+    Args:
+        core: from here on touched by the engine's thread only.
+        deliver: called on the engine's thread after each step with what it produced, each with the sink that came with
+            its request. It must not block or raise.
+    """
+
+    def __init__(self, core: EngineCore, deliver: Callable[[Sequence[tuple[S, Delta | SpoliaError]]], None]) -> None:
+        self._core = core
+        self._deliver = deliver
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._changed = threading.Condition()  # guards the fields below
+        self._sinks: dict[str, S] = {}
+        self._refusal: SpoliaError | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="spolia-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> SpoliaError | None:
+        """Why requests cannot be answered any more; None while they can, and after an orderly close."""
+        return self._refusal if isinstance(self._refusal, Bug) else None
+
+    def submit(self, requests: Sequence[tuple[Request, S]]) -> None:
+        """Queue requests, all before the same step.
+
+        Raises:
+            InvalidRequest: a request of that id is in flight. None of `requests` was taken.
+            Overloaded: draining or closed.
+            Bug: a step failed earlier.
+        """
+        with self._changed:
+            if self._refusal is not None:
+                raise self._refusal
+            for request, _ in requests:
+                if request.request_id in self._sinks:
+                    raise InvalidRequest(
+                        f"a request with id {request.request_id!r} is in flight; ids must be unique", param="request_id"
+                    )
+            self._sinks.update((request.request_id, sink) for request, sink in requests)
+            self._inbox.put(_Command(lambda: [self._core.submit(request) for request, _ in requests], None))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests wherever they are; their outputs say "abort". Those that have ended are ignored."""
+        self._inbox.put(_Command(lambda: [self._core.abort(request_id) for request_id in request_ids], None))
+
+    def call(self, function: Callable[[EngineCore], T]) -> Future[T]:
+        """Run `function` between two steps.
+
+        Raises:
+            Overloaded, Bug: as `submit`.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            if self._refusal is not None:
+                raise self._refusal
+            self._inbox.put(_Command(lambda: function(self._core), future))
+        return future
+
+    def drain(self) -> None:
+        """Refuse new requests; those there are go on to their end."""
+        with self._changed:
+            self._refusal = self._refusal or Overloaded("the engine is shutting down and takes no new requests")
+
+    def wait_drained(self, timeout_s: float | None = None) -> bool:
+        """Wait until no request is in flight; False if that took longer than `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._sinks, timeout_s)
+
+    def close(self) -> None:
+        """Abort what is in flight, end the thread and wait for it. May be called again."""
+        self.drain()
+        self._inbox.put(_Command(self._stop, None))
+        self._thread.join()
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                self._take_commands()
+                self._publish(self._core.step())
+        except BaseException as error:
+            self._fail(error)
+
+    def _take_commands(self) -> None:
+        """Run the commands that wait; with nothing to compute, wait for one."""
+        while not self._is_closed and (not self._core.has_work or not self._inbox.empty()):
+            run, future = self._inbox.get()
+            if future is None:
+                run()
+                continue
+            try:
+                future.set_result(run())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _stop(self) -> None:
+        self._core.abort_all()
+        self._is_closed = True
+
+    def _publish(self, deltas: Sequence[tuple[str, Delta]]) -> None:
+        if not deltas:
+            return
+        with self._changed:
+            events = [(self._sinks[request_id], delta) for request_id, delta in deltas]
+            for request_id, delta in deltas:
+                if delta.output is not None:
+                    del self._sinks[request_id]
+            if not self._sinks:
+                self._changed.notify_all()
+        self._deliver(events)
+
+    def _fail(self, error: BaseException) -> None:
+        failure = Bug(f"the engine stopped: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        with self._changed:  # no submission can come in between: what is in `_sinks` now is all there will be
+            self._refusal = failure
+            events = [(sink, failure) for sink in self._sinks.values()]
+            self._sinks.clear()
+            self._changed.notify_all()
+        while not self._inbox.empty():
+            future = self._inbox.get().future
+            if future is not None:
+                future.set_exception(failure)
+        self._deliver(events)

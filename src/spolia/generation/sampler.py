@@ -1,0 +1,187 @@
+"""Logits to tokens, row by row, each independent of all others.
+
+A row goes through: log-probabilities (if asked for; of the model's own distribution) -> ban of ids -> temperature -> top-k ->
+top-p -> min-p -> one draw with `uniform(seed, position)`. Greedy rows of a batch are one argmax over the whole array, which is
+row-independent too: a comparison has no rounding.
+
+Filters need the largest few of some 100,000 values, in order. They are found without sorting them all: the k-th largest of
+the maxima of `num_blocks` slices of the row cannot exceed the row's k-th largest value, so it is a threshold that
+a few hundred values pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spolia.errors import Bug
+from spolia.generation.params import SamplingParams
+from spolia.generation.uniform import uniform
+
+__all__ = ["RowSampling", "Sampler", "Samples", "TokenLogprobs"]
+
+_NUM_SLICES = 512
+_BUCKET = 256
+
+
+class RowSampling(NamedTuple):
+    """What a row's draw depends on, besides its logits.
+
+    Attributes:
+        position: absolute position of the token to draw, the prompt counted.
+        banned_ids: int32, ids that must not be drawn; mostly empty.
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    banned_ids: NDArray[np.int32]
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities under the model's distribution at temperature 1, before any filter.
+
+    Attributes:
+        top: (id, log-probability) of the most likely tokens, most likely first, lower id first where equal.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Samples(NamedTuple):
+    """One entry a row; `logprobs` is None where the row did not ask."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+class Sampler:
+    """Draws tokens for rows of `vocab_size` logits. Owns scratch, so one thread at a time."""
+
+    def __init__(self, vocab_size: int) -> None:
+        # A row is worked on in this padded copy: the same alignment and length for each row, so the same rounding.
+        num_columns = -(-vocab_size // _NUM_SLICES)
+        self._vocab_size = vocab_size
+        self._padded = np.full(max(num_columns * _NUM_SLICES, _BUCKET), -np.inf, np.float32)
+        self._row = self._padded[:vocab_size]
+        self._slices = self._padded[: num_columns * _NUM_SLICES].reshape(num_columns, _NUM_SLICES)
+        self._weights = np.zeros(-(-vocab_size // _BUCKET) * _BUCKET, np.float32)
+
+    def sample(self, logits: NDArray[np.float32], rows: Sequence[RowSampling]) -> Samples:
+        """Draw one token a row.
+
+        Args:
+            logits: float32 `[len(rows), vocab_size]`; overwritten where a row has banned ids.
+            rows: in the order of `logits`.
+
+        Raises:
+            Bug: a row's best logit is not a finite number: the model is broken, and no token would be right.
+        """
+        before = {
+            index: self._distribution(logits[index], row.params.logprobs)
+            for index, row in enumerate(rows)
+            if row.params.logprobs is not None
+        }
+        for index, row in enumerate(rows):
+            if len(row.banned_ids):
+                logits[index, row.banned_ids] = -np.inf
+        best = logits.argmax(axis=1)
+        if not np.isfinite(logits[np.arange(len(rows)), best]).all():
+            raise Bug("the model's logits are not finite: its weights or a kernel are broken, and no token would be right")
+        token_ids: list[int] = best.tolist()
+        for index, row in enumerate(rows):
+            if not row.params.is_greedy:
+                token_ids[index] = self._draw(logits[index], token_ids[index], row)
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        for index, (log_normaliser, top) in before.items():
+            token_id = token_ids[index]
+            logprobs[index] = TokenLogprobs(token_id, float(logits[index, token_id]) - log_normaliser, top)
+        return Samples(token_ids, logprobs)
+
+    def _distribution(self, logits: NDArray[np.float32], num_top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+        """Of one row: the number to subtract from a logit to get its log-probability, and the `num_top` most likely tokens."""
+        np.copyto(self._row, logits)
+        maximum = self._row.max()
+        np.exp(self._row - maximum, out=self._weights[: self._vocab_size])
+        log_normaliser = float(maximum) + float(np.log(self._weights.sum(dtype=np.float64)))
+        if not num_top:
+            return log_normaliser, ()
+        ids = self._largest(num_top)
+        values = self._row[ids]
+        order = np.argsort(-values, kind="stable")[:num_top]
+        top = tuple((int(ids[i]), float(values[i]) - log_normaliser) for i in order)
+        return log_normaliser, top
+
+    def _draw(self, logits: NDArray[np.float32], best_id: int, row: RowSampling) -> int:
+        params = row.params
+        u = uniform(row.seed, row.position)
+        x = self._row
+        np.subtract(logits, logits[best_id], out=x)  # the best token has weight exp(0) = 1, so nothing overflows
+        np.divide(x, np.float32(params.temperature), out=x)
+        if params.top_k > 0:
+            ids = self._largest(params.top_k)
+            weights = np.exp(x[ids], dtype=np.float64)
+            total = float(weights.sum())
+        elif params.top_p < 1.0:
+            np.exp(x, out=self._weights[: self._vocab_size])
+            total = float(self._weights.sum(dtype=np.float64))
+            ids, weights = self._at_least_mass(params.top_p * total)
+        elif params.min_p > 0.0:
+            ids = np.flatnonzero(x >= np.float32(np.log(params.min_p)))
+            weights = np.exp(x[ids], dtype=np.float64)
+            total = float(weights.sum())
+        else:
+            return self._draw_from_all(u)
+        if params.top_p < 1.0:
+            order = np.argsort(-weights, kind="stable")
+            cumulative = np.cumsum(weights[order])
+            num_kept = int(np.searchsorted(cumulative, params.top_p * total)) + 1
+            order = order[:num_kept]
+            ids, weights = ids[order], weights[order]
+        if params.min_p > 0.0:
+            kept = weights >= params.min_p
+            ids, weights = ids[kept], weights[kept]
+        cumulative = np.cumsum(weights)
+        index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+        return int(ids[min(index, len(ids) - 1)])
+
+    def _draw_from_all(self, u: float) -> int:
+        """One draw with the weights exp(row): first a bucket, then a token in it, so that no long running sum is made."""
+        np.exp(self._row, out=self._weights[: self._vocab_size])
+        buckets = self._weights.reshape(-1, _BUCKET)
+        cumulative = np.cumsum(buckets.sum(axis=1), dtype=np.float64)
+        target = u * cumulative[-1]
+        bucket = min(int(np.searchsorted(cumulative, target, side="right")), int(np.flatnonzero(buckets.any(axis=1))[-1]))
+        inside = np.cumsum(buckets[bucket], dtype=np.float64)
+        if bucket:
+            target -= cumulative[bucket - 1]
+        index = int(np.searchsorted(inside, target, side="right"))
+        return bucket * _BUCKET + min(index, int(np.flatnonzero(buckets[bucket])[-1]))
+
+    def _largest(self, k: int) -> NDArray[np.intp]:
+        """Ids, ascending, of all values of the row that are no less than its k-th largest."""
+        x = self._row
+        if k >= self._vocab_size:
+            return np.arange(self._vocab_size)
+        if k > _NUM_SLICES // 2:
+            return np.flatnonzero(x >= np.partition(x, -k)[-k])
+        maxima = self._slices.max(axis=0)
+        ids = np.flatnonzero(x >= np.partition(maxima, -k)[-k])
+        values = x[ids]
+        return ids[values >= np.partition(values, -k)[-k]]
+
+    def _at_least_mass(self, mass: float) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+        """Ids and weights of all tokens above some weight, together no less than `mass`: a superset of the nucleus."""
+        depth = 4.0
+        while depth < 64.0:
+            ids = np.flatnonzero(self._row >= -depth)
+            weights = self._weights[ids].astype(np.float64)
+            if weights.sum() >= mass:
+                return ids, weights
+            depth *= 2.0
+        return np.arange(self._vocab_size), self._weights[: self._vocab_size].astype(np.float64)
