@@ -62,7 +62,7 @@ class Completion:
 class Measurement:
     """One workload's figures, of which one JSON line is made.
 
-    `hit` is cached over prompt tokens, as the server reports them in `usage.prompt_tokens_details`; 0 where it does not.
+    `hit` is cached over prompt tokens, as the server reports them in `usage.prompt_tokens_details`, or 0.
     """
 
     workload: str
@@ -258,7 +258,7 @@ async def served_model(url: str) -> tuple[str, int | None]:
 async def run(
     url: str, model: str, *, vocab_size: int, seed: int = 7, concurrency: int = 16, only: Sequence[str] = ()
 ) -> AsyncIterator[Measurement]:
-    """Measure the workloads whose names begin with one of `only`, or all, in `WORKLOADS`' order, each as soon as it is done.
+    """Measure the workloads whose names begin with one of `only`, or all, in `WORKLOADS`' order.
 
     Raises:
         BenchError: a workload that does not exist, or a server that fails.

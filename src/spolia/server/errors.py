@@ -1,6 +1,6 @@
 """Errors as OpenAI's clients know them: `{"error": {"message", "type", "param", "code"}}` with the right status.
 
-    InvalidRequest 400 · UnknownModel 404 · BodyTooLarge 413 · Overloaded 429 · anything else that is ours 500 · NotReady 503
+InvalidRequest 400 · UnknownModel 404 · BodyTooLarge 413 · Overloaded 429 · NotReady 503 · everything else 500
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Envelope(msgspec.Struct, frozen=True):
     error: ErrorBody
 
 
-# The first class that fits wins, so subclasses come first: status, OpenAI's type, and the code where the error has none.
+# Status, OpenAI's type, and the code where the error has none. The first class that fits wins: subclasses come first.
 _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),

@@ -1,0 +1,211 @@
+"""From one HTTP request to the token streams that answer it, and back.
+
+A request may ask for several prompts and for n choices of each; every pair is one engine request, numbered `prompt * n + k`,
+so that all of them share what they have in common through the cache and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from spolia.engine import Delta, RequestOutput, SamplingParams, TokenStream
+from spolia.errors import Overloaded
+from spolia.server.replies import Usage
+from spolia.server.served import ServedModel
+
+__all__ = ["Answer"]
+
+logger = logging.getLogger("spolia.requests")
+
+# Tokens of the prompt shown around the place where reuse ended.
+_CONTEXT_TOKENS = 8
+
+
+class Answer:
+    """The submitted streams of one HTTP request. Use it on the event loop that made it.
+
+    Attributes:
+        id: of the whole answer; the engine's requests are `id-choice`.
+        outputs: by choice, those that have ended.
+    """
+
+    def __init__(self, kind: str, served: ServedModel, num_choices: int) -> None:
+        self.id = f"{kind}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.outputs: dict[int, RequestOutput] = {}
+        self._served = served
+        self._engine = served.engine
+        self._num_choices = num_choices
+        self._streams: list[TokenStream] = []
+
+    @classmethod
+    def submit(
+        cls,
+        kind: str,
+        served: ServedModel,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        *,
+        cache_salt: str,
+        max_waiting: int,
+    ) -> Answer:
+        """Queue each prompt with each of `params`, or nothing at all.
+
+        Args:
+            kind: the id's first word, which tells endpoints apart.
+
+        Raises:
+            InvalidRequest: some prompt can never be answered.
+            Overloaded: `max_waiting` requests would be waiting, or the server is draining.
+        """
+        answer = cls(kind, served, len(params))
+        num_waiting = served.engine.stats.num_waiting
+        if num_waiting + len(prompts) * len(params) > max_waiting:
+            raise Overloaded(f"{num_waiting} requests are waiting, of at most {max_waiting}; try again later")
+        try:
+            for choice, (prompt, choice_params) in enumerate(itertools.product(prompts, params)):
+                id_ = f"{answer.id}-{choice}"
+                stream = served.engine.generate(prompt, choice_params, request_id=id_, cache_salt=cache_salt)
+                answer._streams.append(stream)
+        except BaseException:
+            answer.abort()
+            raise
+        return answer
+
+    @property
+    def model(self) -> str:
+        return self._served.name
+
+    def prompt_token_ids(self, choice: int) -> list[int]:
+        ids: list[int] = self._streams[choice].request.prompt_token_ids.tolist()
+        return ids
+
+    def abort(self) -> None:
+        """End every stream that has not ended; their blocks are given back within a step."""
+        for choice in range(len(self._streams)):
+            if choice not in self.outputs:
+                self._engine.abort(f"{self.id}-{choice}")
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """(choice, delta) as they come, until all have ended. Leaving early aborts the rest.
+
+        Raises:
+            SpoliaError: the engine failed.
+        """
+        try:
+            if len(self._streams) == 1:  # no queue between the engine and the only reader
+                async for delta in self._observed(0):
+                    yield 0, delta
+            else:
+                async for pair in self._merged():
+                    yield pair
+        finally:
+            self.abort()
+
+    async def finish(self) -> list[RequestOutput]:
+        """All outputs, by choice."""
+        async for _ in self.deltas():
+            pass
+        return [self.outputs[choice] for choice in range(len(self._streams))]
+
+    def usage(self) -> Usage:
+        """Sums over the choices that have ended. A prompt counts once, with the cache hit of its first choice."""
+        firsts = [output for choice, output in self.outputs.items() if choice % self._num_choices == 0]
+        return Usage.of(
+            prompt_tokens=sum(len(output.prompt_token_ids) for output in firsts),
+            completion_tokens=sum(len(output.token_ids) for output in self.outputs.values()),
+            cached_tokens=sum(output.num_cached_tokens for output in firsts),
+        )
+
+    def explanation(self) -> dict[str, Any]:
+        """What `"explain": true` adds: per choice, what was reused and why not more, and where the time went."""
+        return {"choices": [self._explain(choice) for choice in sorted(self.outputs)]}
+
+    def _explain(self, choice: int) -> dict[str, Any]:
+        output = self.outputs[choice]
+        why, timings = output.explanation, output.timings
+        explained: dict[str, Any] = {
+            "index": choice,
+            "num_prompt_tokens": len(output.prompt_token_ids),
+            "num_cached_tokens": output.num_cached_tokens,
+            "seed": output.seed,
+            "timings": {
+                "queue_s": timings.queue_s,
+                "first_token_s": timings.first_token_s,
+                "total_s": timings.total_s,
+            },
+        }
+        if why is not None:
+            explained["reason"] = why.reason.value
+            explained["divergence"] = why.divergence
+            if why.divergence is not None:
+                # The client's own text only: what the cache holds instead may be another client's.
+                around = slice(max(0, why.divergence - _CONTEXT_TOKENS), why.divergence + _CONTEXT_TOKENS)
+                ids = output.prompt_token_ids[around]
+                explained["text_around"] = self._engine.model.tokenizer.decode(ids, skip_special=False)
+            if why.evicted is not None:
+                explained["evicted_by"] = why.evicted.cause
+        return explained
+
+    async def _observed(self, choice: int) -> AsyncIterator[Delta]:
+        """One stream, measured and logged on its way."""
+        metrics = self._served.metrics
+        previous_s: float | None = None
+        async for delta in self._streams[choice]:
+            now_s = time.perf_counter()
+            if previous_s is not None and delta.token_ids:
+                metrics.observe_gap(now_s - previous_s, len(delta.token_ids))
+            previous_s = now_s
+            if delta.output is not None:
+                self.outputs[choice] = delta.output
+                metrics.observe(delta.output)
+                _log(self.model, delta.output)
+            yield delta
+
+    async def _merged(self) -> AsyncIterator[tuple[int, Delta]]:
+        arrived: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
+
+        async def pump(choice: int) -> None:
+            try:
+                async for delta in self._observed(choice):
+                    arrived.put_nowait((choice, delta))
+                arrived.put_nowait(None)
+            except Exception as error:
+                arrived.put_nowait(error)
+
+        pumps = [asyncio.ensure_future(pump(choice)) for choice in range(len(self._streams))]
+        try:
+            num_open = len(pumps)
+            while num_open:
+                item = await arrived.get()
+                if item is None:
+                    num_open -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in pumps:
+                task.cancel()
+
+
+def _log(model: str, output: RequestOutput) -> None:
+    timings = output.timings
+    ttft = "-" if timings.first_token_s is None else f"{1e3 * timings.first_token_s:.1f}"
+    logger.info(
+        "request=%s model=%s prompt_tokens=%d cached_tokens=%d output_tokens=%d ttft_ms=%s total_ms=%.1f finish=%s",
+        output.request_id,
+        model,
+        len(output.prompt_token_ids),
+        output.num_cached_tokens,
+        len(output.token_ids),
+        ttft,
+        1e3 * timings.total_s,
+        output.finish_reason,
+    )

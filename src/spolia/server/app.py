@@ -1,0 +1,93 @@
+"""The ASGI app: which path leads where."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+import spolia
+from spolia.engine import AsyncEngine
+from spolia.errors import SpoliaError
+from spolia.server.chat import ChatEndpoint
+from spolia.server.completions import CompletionEndpoint
+from spolia.server.config import ServerConfig
+from spolia.server.errors import handle_error, handle_http_exception
+from spolia.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from spolia.server.served import ServedModels
+from spolia.server.status import StatusEndpoints
+from spolia.server.tokenize import TokenizeEndpoints
+
+__all__ = ["create_app"]
+
+_BODIES = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+def create_app(engines: Mapping[str, AsyncEngine | Future[AsyncEngine]], config: ServerConfig | None = None) -> FastAPI:
+    """The app that serves `engines`, by the names that clients use.
+
+    The app does not own the engines: whoever made them closes them.
+
+    Args:
+        engines: loaded, or about to be: requests for a model that is still loading are answered 503.
+    """
+    config = config or ServerConfig()
+    models = ServedModels({name: _promise(engine) for name, engine in engines.items()})
+    app = _App(title="Spolia", version=spolia.__version__, docs_url=None, redoc_url=None)
+    app.state.models = models
+    app.add_exception_handler(SpoliaError, handle_error)
+    app.add_exception_handler(HTTPException, handle_http_exception)
+    app.add_exception_handler(Exception, handle_error)
+
+    status, tokenize = StatusEndpoints(models), TokenizeEndpoints(models, config)
+    gets: dict[str, Callable[..., Awaitable[Response]]] = {
+        "/health": status.health,
+        "/metrics": status.metrics,
+        "/version": status.version,
+        "/v1/models": status.models,
+        "/v1/models/{name:path}": status.model,
+    }
+    posts = {
+        "/v1/completions": CompletionEndpoint(models, config).respond,
+        "/v1/chat/completions": ChatEndpoint(models, config).respond,
+        "/tokenize": tokenize.tokenize,
+        "/detokenize": tokenize.detokenize,
+    }
+    for path, endpoint in gets.items():
+        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+    for path, endpoint in posts.items():
+        app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
+    return app
+
+
+class _App(FastAPI):
+    """FastAPI, which cannot see our bodies: they are msgspec's, so their schemas are put into its document."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            document = super().openapi()
+            template = "#/components/schemas/{name}"
+            schemas, components = msgspec.json.schema_components(_BODIES.values(), ref_template=template)
+            for path, schema in zip(_BODIES, schemas, strict=True):
+                body = {"required": True, "content": {"application/json": {"schema": schema}}}
+                document["paths"][path]["post"]["requestBody"] = body
+            document.setdefault("components", {}).setdefault("schemas", {}).update(components)
+        return super().openapi()
+
+
+def _promise(engine: AsyncEngine | Future[AsyncEngine]) -> Future[AsyncEngine]:
+    if isinstance(engine, Future):
+        return engine
+    done: Future[AsyncEngine] = Future()
+    done.set_result(engine)
+    return done

@@ -1,0 +1,119 @@
+"""`POST /v1/completions`: text or token ids in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from spolia.engine import Delta, RequestOutput, TokenLogprobs
+from spolia.models import Tokenizer
+from spolia.server.answer import Answer
+from spolia.server.body import read_body
+from spolia.server.config import ServerConfig
+from spolia.server.rendering import Extras, respond
+from spolia.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply
+from spolia.server.schema import CompletionRequest, prompts
+from spolia.server.served import ServedModels
+from spolia.server.tokens import encode
+
+__all__ = ["CompletionEndpoint"]
+
+
+class CompletionEndpoint:
+    """Bound to the models and limits of one app."""
+
+    def __init__(self, models: ServedModels, config: ServerConfig) -> None:
+        self._models = models
+        self._config = config
+
+    async def respond(self, request: Request) -> Response:
+        body = await read_body(request, CompletionRequest, max_bytes=self._config.max_body_bytes)
+        served = self._models.get(body.model)
+        body.check()
+        tokenizer = served.engine.model.tokenizer
+        asked = prompts(body)
+        ids = [await encode(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in asked]
+        answer = Answer.submit(
+            "cmpl",
+            served,
+            ids,
+            [body.sampling_params(k) for k in range(body.num_choices)],
+            cache_salt=body.cache_salt or "",
+            max_waiting=self._config.max_waiting,
+        )
+        echoes = [""] * len(asked)
+        if body.echo:
+            echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in asked]
+        return await respond(request, body, answer, _CompletionRendering(body, answer, tokenizer, echoes))
+
+
+class _CompletionRendering:
+    """
+    Args:
+        echoes: by prompt, the text to put before each of its choices; "" for none.
+    """
+
+    def __init__(self, body: CompletionRequest, answer: Answer, tokenizer: Tokenizer, echoes: list[str]) -> None:
+        self._answer = answer
+        self._tokenizer = tokenizer
+        self._echoes = [echo for echo in echoes for _ in range(body.num_choices)]
+        self._with_ids = bool(body.return_token_ids)
+        self._offsets: dict[int, int] = {}  # by choice that has begun: characters its tokens have had so far
+
+    def whole(self, outputs: Sequence[RequestOutput], extras: Extras) -> CompletionReply:
+        choices = [
+            CompletionChoice(
+                index=index,
+                text=self._echoes[index] + output.text,
+                logprobs=None if output.logprobs is None else self._logprobs(index, output.logprobs),
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+                token_ids=list(output.token_ids) if self._with_ids else UNSET,
+                prompt_token_ids=list(output.prompt_token_ids) if self._with_ids else UNSET,
+            )
+            for index, output in enumerate(outputs)
+        ]
+        return self._reply(choices, extras)
+
+    def chunk(self, choice: int, delta: Delta) -> CompletionReply:
+        part = CompletionChoice(choice, delta.text)
+        if choice not in self._offsets:
+            self._offsets[choice] = 0
+            part.text = self._echoes[choice] + delta.text
+            if self._with_ids:
+                part.prompt_token_ids = self._answer.prompt_token_ids(choice)
+        if delta.logprobs:
+            part.logprobs = self._logprobs(choice, delta.logprobs)
+        if self._with_ids:
+            part.token_ids = list(delta.token_ids)
+        if delta.output is not None:
+            part.finish_reason = delta.output.finish_reason
+            part.stop_reason = delta.output.stop_reason
+        return self._reply([part])
+
+    def closing(self, extras: Extras) -> CompletionReply:
+        return self._reply([], extras)
+
+    def _reply(self, choices: list[CompletionChoice], extras: Extras = Extras()) -> CompletionReply:  # noqa: B008
+        answer = self._answer
+        return CompletionReply(
+            answer.id, answer.created, answer.model, choices, usage=extras.usage, spolia=extras.spolia
+        )
+
+    def _logprobs(self, choice: int, tokens: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        text = self._tokenizer.token_text
+        columns = CompletionLogprobs([], [], [], [])
+        offset = self._offsets.get(choice, 0)
+        for token in tokens:
+            token_text = text(token.token_id)
+            columns.tokens.append(token_text)
+            columns.token_logprobs.append(token.logprob)
+            # OpenAI lists the sampled token too, wherever it ranks.
+            columns.top_logprobs.append({**{text(id_): p for id_, p in token.top}, token_text: token.logprob})
+            columns.text_offset.append(offset)
+            offset += len(token_text)
+        self._offsets[choice] = offset
+        return columns

@@ -1,0 +1,131 @@
+"""Prometheus metrics, in a registry of the app's own.
+
+What happens to a request is observed as it happens; what the engine counts is read at the scrape, one consistent
+snapshot a model, so that gauges of one scrape agree (free + cached + leased is the pool).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from spolia.engine import EngineStats, RequestOutput
+
+__all__ = ["Metrics", "ModelMetrics"]
+
+_TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_REQUEST_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_QUEUE_S = (0.001, 0.005, 0.025, 0.1, 0.5, 1, 5, 10, 30, 60)
+
+
+class ModelMetrics:
+    """One model's instruments, their labels bound once so that a token costs one observation."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._inter_token_s = metrics.inter_token_s.labels(model)
+        self._ttft_s = metrics.ttft_s.labels(model)
+        self._request_s = metrics.request_s.labels(model)
+        self._queue_s = metrics.queue_s.labels(model)
+        self._reused = metrics.prompt_tokens.labels(model, "device")
+        self._computed = metrics.prompt_tokens.labels(model, "computed")
+        self._finished = metrics.finished
+        self._reuse_ended = metrics.reuse_ended
+        self._model = model
+
+    def observe_gap(self, seconds: float, num_tokens: int) -> None:
+        """`num_tokens` arrived together, `seconds` after the ones before: each waited its share."""
+        for _ in range(num_tokens):
+            self._inter_token_s.observe(seconds / num_tokens)
+
+    def observe(self, output: RequestOutput) -> None:
+        """A request has ended."""
+        timings = output.timings
+        self._request_s.observe(timings.total_s)
+        if timings.queue_s is not None:
+            self._queue_s.observe(timings.queue_s)
+            self._reused.inc(output.num_cached_tokens)
+            self._computed.inc(len(output.prompt_token_ids) - output.num_cached_tokens)
+        if timings.first_token_s is not None:
+            self._ttft_s.observe(timings.first_token_s)
+        self._finished.labels(self._model, output.finish_reason).inc()
+        if output.explanation is not None:
+            self._reuse_ended.labels(self._model, output.explanation.reason.value).inc()
+
+
+class _EngineCollector(Collector):
+    """Reads the engines' snapshots at the scrape."""
+
+    def __init__(self, snapshots: Callable[[], Mapping[str, EngineStats]]) -> None:
+        self._snapshots = snapshots
+
+    def collect(self) -> Iterable[Metric]:
+        blocks = GaugeMetricFamily("spolia_kv_blocks", "KV blocks by state.", labels=["model", "group", "state"])
+        running = GaugeMetricFamily("spolia_requests_running", "Requests in the batch.", labels=["model"])
+        waiting = GaugeMetricFamily("spolia_requests_waiting", "Requests not yet in the batch.", labels=["model"])
+        totals = {
+            "num_steps": ("spolia_steps", "Engine steps."),
+            "num_generated_tokens": ("spolia_generated_tokens", "Tokens sampled."),
+            "num_computed_tokens": ("spolia_computed_tokens", "Tokens that went through the model."),
+            "num_recomputed_tokens": ("spolia_recomputed_tokens", "Tokens computed again after a preemption."),
+            "num_preemptions": ("spolia_preemptions", "Running sequences stopped to make room."),
+        }
+        counters = {
+            field: CounterMetricFamily(*name_and_help, labels=["model"]) for field, name_and_help in totals.items()
+        }
+        for model, stats in self._snapshots().items():
+            running.add_metric([model], stats.num_running)
+            waiting.add_metric([model], stats.num_waiting)
+            for group, ledger in enumerate(stats.ledger):
+                for state in ("free", "cached", "leased"):
+                    blocks.add_metric([model, str(group), state], getattr(ledger, state))
+            for field, counter in counters.items():
+                counter.add_metric([model], getattr(stats.counters, field))
+        return [blocks, running, waiting, *counters.values()]
+
+
+class Metrics:
+    """The app's instruments.
+
+    Args:
+        snapshots: each loaded model's engine statistics, called at a scrape.
+    """
+
+    def __init__(self, snapshots: Callable[[], Mapping[str, EngineStats]]) -> None:
+        self._registry = registry = CollectorRegistry()
+        registry.register(_EngineCollector(snapshots))
+        by_model = ["model"]
+        self.ttft_s = Histogram(
+            "spolia_time_to_first_token_seconds", "From submission to the first token.", by_model,
+            registry=registry, buckets=_TTFT_S,
+        )  # fmt: skip
+        self.inter_token_s = Histogram(
+            "spolia_inter_token_seconds", "Between a token and the one before.", by_model,
+            registry=registry, buckets=_INTER_TOKEN_S,
+        )  # fmt: skip
+        self.request_s = Histogram(
+            "spolia_request_seconds", "From submission to the end.", by_model, registry=registry, buckets=_REQUEST_S
+        )
+        self.queue_s = Histogram(
+            "spolia_queue_seconds", "From submission to the first step.", by_model, registry=registry, buckets=_QUEUE_S
+        )
+        self.prompt_tokens = Counter(
+            "spolia_prompt_tokens", "Prompt tokens by where their KV came from.", ["model", "source"], registry=registry
+        )
+        self.finished = Counter(
+            "spolia_requests_finished", "Requests by how they ended.", ["model", "reason"], registry=registry
+        )
+        self.reuse_ended = Counter(
+            "spolia_reuse_ended", "Requests by why reuse of their prompt ended where it did.", ["model", "reason"],
+            registry=registry,
+        )  # fmt: skip
+
+    def of_model(self, model: str) -> ModelMetrics:
+        return ModelMetrics(self, model)
+
+    def exposition(self) -> bytes:
+        """The text format of a scrape."""
+        return generate_latest(self._registry)

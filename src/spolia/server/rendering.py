@@ -1,0 +1,78 @@
+"""One answer to bytes, whole or as events; what differs between endpoints is a `Rendering`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from spolia.engine import Delta, RequestOutput
+from spolia.errors import SpoliaError
+from spolia.server.answer import Answer
+from spolia.server.errors import error_body
+from spolia.server.replies import Usage
+from spolia.server.schema import SamplingRequest
+from spolia.server.sse import DONE, EventStream, watch_for_disconnect
+
+__all__ = ["Extras", "Rendering", "respond"]
+
+
+class Extras(msgspec.Struct, frozen=True):
+    """What ends an answer; UNSET where the client did not ask for it."""
+
+    usage: Usage | UnsetType = UNSET
+    spolia: dict[str, Any] | UnsetType = UNSET
+
+
+class Rendering(Protocol):
+    """An endpoint's shapes, for one answer. Called in the order of the stream."""
+
+    def whole(self, outputs: Sequence[RequestOutput], extras: Extras) -> msgspec.Struct:
+        """The answer to a request that does not stream; an output a choice."""
+
+    def chunk(self, choice: int, delta: Delta) -> msgspec.Struct:
+        """A delta of one choice."""
+
+    def closing(self, extras: Extras) -> msgspec.Struct:
+        """The last chunk, which has no choice."""
+
+
+async def respond(request: Request, body: SamplingRequest, answer: Answer, rendering: Rendering) -> Response:
+    """The response to `request`. Its client's going away aborts `answer`."""
+    headers = {"x-request-id": answer.id}
+    if body.stream:
+        return EventStream(_events(body, answer, rendering), on_disconnect=answer.abort, headers=headers)
+    with watch_for_disconnect(request.receive, answer.abort):
+        outputs = await answer.finish()
+    extras = _extras(body, answer, usage=True)
+    whole = rendering.whole(outputs, extras)
+    return Response(msgspec.json.encode(whole), headers=headers, media_type="application/json")
+
+
+async def _events(body: SamplingRequest, answer: Answer, rendering: Rendering) -> AsyncIterator[bytes]:
+    """What fails in mid-stream is told by the last event, and then there is no `[DONE]`."""
+    encode = msgspec.json.Encoder().encode
+    with_ids = bool(body.return_token_ids)
+    try:
+        async for choice, delta in answer.deltas():
+            # A token that only began a character has nothing to show, unless its id or its logprob was asked for.
+            if delta.text or delta.logprobs or delta.output is not None or with_ids:
+                yield b"data: %b\n\n" % encode(rendering.chunk(choice, delta))
+    except SpoliaError as error:
+        yield b"data: %b\n\n" % error_body(error)
+        return
+    extras = _extras(body, answer, usage=body.include_usage)
+    if extras != Extras():
+        yield b"data: %b\n\n" % encode(rendering.closing(extras))
+    yield DONE
+
+
+def _extras(body: SamplingRequest, answer: Answer, *, usage: bool) -> Extras:
+    return Extras(
+        usage=answer.usage() if usage else UNSET,
+        spolia=answer.explanation() if body.explain else UNSET,
+    )

@@ -1,0 +1,170 @@
+"""What the endpoints answer, as OpenAI's clients and vLLM's read it.
+
+A field that is `UNSET` is left out: what a client did not ask for costs no bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+__all__ = [
+    "ChatChoice",
+    "ChatChunk",
+    "ChatChunkChoice",
+    "ChatDelta",
+    "ChatLogprobs",
+    "ChatMessage",
+    "ChatReply",
+    "ChatTokenLogprob",
+    "CompletionChoice",
+    "CompletionLogprobs",
+    "CompletionReply",
+    "ModelCard",
+    "ModelList",
+    "PromptTokensDetails",
+    "TokenizeReply",
+    "TopLogprob",
+    "Usage",
+]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """`cached_tokens`: prompt tokens whose KV was reused, never those recomputed after a preemption."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+        total_tokens = prompt_tokens + completion_tokens
+        return cls(prompt_tokens, completion_tokens, total_tokens, PromptTokensDetails(cached_tokens))
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Columns of equal length, a row a token; `text_offset` counts characters of the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    """A whole choice, and a chunk of one: `/v1/completions` streams the same shape."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionReply(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: str = "text_completion"
+    usage: Usage | UnsetType = UNSET
+    spolia: dict[str, Any] | UnsetType = UNSET
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+
+
+class ChatMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatReply(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    object: str = "chat.completion"
+    usage: Usage | UnsetType = UNSET
+    spolia: dict[str, Any] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct):
+    content: str | UnsetType = UNSET
+    role: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | UnsetType = UNSET
+    spolia: dict[str, Any] | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct):
+    """`max_model_len` as vLLM has it; `vocab_size` lets a benchmark make token ids. Both unknown while it loads."""
+
+    id: str
+    created: int
+    max_model_len: int | None = None
+    vocab_size: int | None = None
+    object: str = "model"
+    owned_by: str = "spolia"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class TokenizeReply(msgspec.Struct):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None

@@ -1,0 +1,298 @@
+"""Request bodies, and how bytes become them.
+
+A field that no struct names is ignored, as OpenAI ignores what it does not know. A field that would change the answer
+and is not supported is named in `_NEUTRAL`, and refused unless it holds a value under which it does nothing: an answer
+that silently leaves out what was asked for would be a wrong answer.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from spolia.engine import SamplingParams
+from spolia.errors import InvalidRequest
+
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "SamplingRequest",
+    "StreamOptions",
+    "TokenizeRequest",
+    "chat_messages",
+    "decode",
+    "prompts",
+]
+
+# Values under which a field that is not supported changes nothing.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class SamplingRequest(msgspec.Struct, kw_only=True):
+    """What both generating endpoints understand. None means the default, so that an explicit null is one too."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    explain: bool | None = None
+
+    # Refused unless neutral; see `_NEUTRAL`.
+    allowed_token_ids: Any = None
+    audio: Any = None
+    bad_words: Any = None
+    best_of: Any = None
+    frequency_penalty: Any = None
+    function_call: Any = None
+    functions: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    length_penalty: Any = None
+    logit_bias: Any = None
+    modalities: Any = None
+    presence_penalty: Any = None
+    prompt_logprobs: Any = None
+    repetition_penalty: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    suffix: Any = None
+    tool_choice: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def _sampling_params(self, choice: int, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        given: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "min_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            # Each of n choices gets a seed of its own, or all would be the same text.
+            "seed": None if self.seed is None else self.seed + choice,
+            "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
+            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "ignore_eos": self.ignore_eos,
+            "logprobs": logprobs,
+        }
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def check(self) -> None:
+        """Refuse what no later stage would.
+
+        Raises:
+            InvalidRequest: a field that is not supported, or `n` or `stream_options` out of place.
+        """
+        for name, neutral in _NEUTRAL.items():
+            value = getattr(self, name)
+            if value is not None and value not in neutral:
+                allowed = ", ".join(msgspec.json.encode(v).decode() for v in neutral)
+                hint = f"; leave it out or send {allowed}" if allowed else "; leave it out"
+                raise InvalidRequest(f"`{name}` is not supported yet{hint}", param=name, code="unsupported_parameter")
+        if not 1 <= self.num_choices <= 64:
+            raise InvalidRequest(f"n is {self.n}; allowed are 1 to 64", param="n")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+
+
+class CompletionRequest(SamplingRequest, kw_only=True):
+    """`/v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def sampling_params(self, choice: int) -> SamplingParams:
+        """The parameters of one of `n` choices. Without `max_tokens`, 16, as OpenAI has it."""
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        return self._sampling_params(choice, max_tokens=max_tokens, logprobs=self.logprobs)
+
+    def check(self) -> None:
+        SamplingRequest.check(self)
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo with logprobs is not supported yet: the prompt has none", param="echo")
+
+
+class ChatRequest(SamplingRequest, kw_only=True):
+    """`/v1/chat/completions`. `tools` go to the model's chat template; calls in its answer are not parsed yet."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def sampling_params(self, choice: int) -> SamplingParams:
+        """The parameters of one of `n` choices. Without a limit, as many tokens as the context holds."""
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        try:
+            return self._sampling_params(choice, max_tokens=getattr(self, limit), logprobs=logprobs)
+        except InvalidRequest as error:
+            spelt = {"max_tokens": limit, "logprobs": "top_logprobs"}.get(error.param or "", error.param)
+            raise InvalidRequest(str(error), param=spelt, code=error.code) from None
+
+    def check(self) -> None:
+        SamplingRequest.check(self)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """`/tokenize`, as vLLM has it: a prompt, or messages to put through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    tools: list[dict[str, Any]] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_NOT_A_NUMBER = re.compile(rb'"(?P<name>\w+)"\s*:\s*(?P<value>-?(?:NaN|Infinity))')
+
+
+def decode(body: bytes, kind: type[_Body]) -> _Body:
+    """`body` as a `kind`; types are taken strictly ("5" is not 5).
+
+    Raises:
+        InvalidRequest: not JSON, or not of this kind; `param` is the path of the field at fault.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        path = _PATH.search(str(error))
+        if path is None:
+            missing = re.search(r"required field `(\w+)`", str(error))
+            raise InvalidRequest(f"{error}", param=missing[1] if missing else None) from None
+        field = path["path"] or None
+        raise InvalidRequest(f"{field}: {_PATH.sub('', str(error)).lower()}", param=field) from None
+    except msgspec.DecodeError as error:
+        # Python's json module writes NaN, which is no JSON: name the field, as a byte offset helps nobody.
+        if found := _NOT_A_NUMBER.search(body):
+            name, value = found["name"].decode(), found["value"].decode()
+            raise InvalidRequest(f"{name} is {value}; it must be a finite number", param=name) from None
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+
+
+def prompts(request: CompletionRequest) -> list[str | list[int]]:
+    """The request's prompts, each text or token ids: a flat list of ids is one prompt.
+
+    Raises:
+        InvalidRequest: no prompt at all, or texts and ids mixed in one list.
+    """
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt is empty; send text, token ids, or a list of either", param="prompt")
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt):
+        return [ids]
+    texts = [item for item in prompt if isinstance(item, str)]
+    lists = [item for item in prompt if isinstance(item, list)]
+    if len(prompt) not in (len(texts), len(lists)):
+        raise InvalidRequest("prompt mixes texts and token ids; send one kind", param="prompt")
+    return [*texts] or [*lists]
+
+
+def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as a chat template takes them: checked, and text parts joined by line breaks; other fields pass through.
+
+    Raises:
+        InvalidRequest: no message, a message without role, or content that is not text.
+    """
+    if not messages:
+        raise InvalidRequest("messages is empty; send at least one", param="messages")
+    return [{**message, **_role_and_content(message, f"messages[{i}]")} for i, message in enumerate(messages)]
+
+
+def _role_and_content(message: dict[str, Any], path: str) -> dict[str, str]:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequest(f'{path}.role is {role!r}; it must be a string such as "user"', param=f"{path}.role")
+    if content is None and (message.get("tool_calls") or role == "assistant"):
+        content = ""
+    if isinstance(content, list):
+        content = "\n".join(_text_of_part(part, f"{path}.content[{i}]") for i, part in enumerate(content))
+    if not isinstance(content, str):
+        raise InvalidRequest(f"{path}.content must be a string or a list of text parts", param=f"{path}.content")
+    return {"role": role, "content": content}
+
+
+def _text_of_part(part: object, path: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("text") if isinstance(part, dict) else None
+    if kind not in ("text", "input_text"):
+        raise InvalidRequest(f"{path}.type is {kind!r}; this model takes text parts only", param=path)
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{path}.text must be a string", param=f"{path}.text")
+    return text

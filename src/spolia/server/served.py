@@ -1,0 +1,83 @@
+"""The models this server answers for, from the moment they begin to load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from spolia.engine import AsyncEngine, EngineStats
+from spolia.errors import NotReady, UnknownModel
+from spolia.server.metrics import Metrics, ModelMetrics
+
+__all__ = ["ServedModel", "ServedModels"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model: its engine, or the promise of one.
+
+    Attributes:
+        loading: done when the model can answer, or holds why it never will.
+        since_s: Unix time at which loading began.
+    """
+
+    name: str
+    loading: Future[AsyncEngine]
+    metrics: ModelMetrics
+    since_s: float = field(default_factory=time.time)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the model cannot answer now; None if it can."""
+        if not self.loading.done():
+            return f"model {self.name} is loading, for {time.time() - self.since_s:.1f} s so far"
+        error = self.loading.exception() or self.loading.result().failure
+        return None if error is None else f"model {self.name} failed: {error}"
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """
+        Raises:
+            NotReady: still loading, or failed to; the message says which.
+        """
+        if not self.loading.done() or self.loading.exception() is not None:
+            raise NotReady(self.trouble)
+        return self.loading.result()
+
+
+class ServedModels:
+    """By name, in the order given."""
+
+    def __init__(self, engines: Mapping[str, Future[AsyncEngine]]) -> None:
+        self.metrics = Metrics(self._snapshots)
+        self._by_name = {name: ServedModel(name, it, self.metrics.of_model(name)) for name, it in engines.items()}
+
+    def get(self, name: str | None) -> ServedModel:
+        """
+        Args:
+            name: as the client spells it; None is right where there is only one.
+
+        Raises:
+            UnknownModel: not served here.
+        """
+        if name is None and len(self._by_name) == 1:
+            return next(iter(self._by_name.values()))
+        if name not in self._by_name:
+            raise UnknownModel(f"the model {name!r} does not exist here; served: {', '.join(self._by_name)}")
+        return self._by_name[name]
+
+    def all(self) -> list[ServedModel]:
+        return list(self._by_name.values())
+
+    def loaded(self) -> dict[str, AsyncEngine]:
+        """Engines of the models that have been loaded, also of those that have failed since."""
+        return {
+            served.name: served.loading.result()
+            for served in self._by_name.values()
+            if served.loading.done() and served.loading.exception() is None
+        }
+
+    def _snapshots(self) -> dict[str, EngineStats]:
+        return {name: engine.stats for name, engine in self.loaded().items()}

@@ -1,0 +1,117 @@
+"""Running the app: listening before the models are there, and draining before the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from spolia.engine import AsyncEngine
+from spolia.server.app import create_app
+from spolia.server.config import ServerConfig
+from spolia.server.served import ServedModels
+
+__all__ = ["in_background", "listen", "serve"]
+
+logger = logging.getLogger("spolia.server")
+
+# Two threads share the interpreter: the engine's, which the cores wait for, and the event loop. At Python's default of
+# 5 ms, whichever holds the lock could keep the other waiting for a whole step.
+_SWITCH_INTERVAL_S = 0.0005
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """A socket that listens, so that a port in use is known before a model is loaded.
+
+    Raises:
+        OSError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    return socket.create_server((config.host, config.port), family=family, backlog=2048)
+
+
+def in_background(build: Callable[[], AsyncEngine]) -> Future[AsyncEngine]:
+    """What `build` returns or raises, on a thread that does not keep the process alive."""
+    future: Future[AsyncEngine] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(build())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="spolia-load", daemon=True).start()
+    return future
+
+
+def serve(engines: Mapping[str, Future[AsyncEngine]], config: ServerConfig, listener: socket.socket) -> None:
+    """Serve on `listener` until SIGINT or SIGTERM; then finish what runs. A second signal aborts it, a third drops it.
+
+    Blocks; call it on the main thread. The engines that were loaded are closed at the end.
+
+    Raises:
+        SpoliaError: a model could not be loaded; nothing is served any more.
+    """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    server = _Server(create_app(engines, config))
+    for name, future in engines.items():
+        future.add_done_callback(partial(server.on_loaded, name))
+    asyncio.run(server.run_until_drained(listener))
+    for future in engines.values():
+        if future.done() and (error := future.exception()) is not None:
+            raise error
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with signals that mean: drain, abort, drop; and none of them is an error."""
+
+    def __init__(self, app: FastAPI) -> None:
+        # Request lines are ours (see `answer`); uvicorn's own log is for what goes wrong.
+        config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off")
+        super().__init__(config)
+        self._models: ServedModels = app.state.models
+        self._num_signals = 0
+        self._began_s = time.perf_counter()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    async def run_until_drained(self, listener: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self.serve(sockets=[listener])
+        await self._close_engines()
+
+    def on_loaded(self, name: str, future: Future[AsyncEngine]) -> None:
+        """Called on the loading thread."""
+        if future.exception() is not None:
+            self.should_exit = True
+            return
+        context = future.result().config.max_context
+        logger.info("ready model=%s max_context=%s load_s=%.2f", name, context, time.perf_counter() - self._began_s)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """In place of uvicorn's, which would end the process by the signal after draining."""
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self.should_exit = True
+        elif self._num_signals == 2 and self._loop is not None:
+            # Not from here: the signal may have interrupted whoever holds the engine's lock.
+            self._loop.call_soon_threadsafe(self._abort)
+        else:
+            self.force_exit = True
+
+    def _abort(self) -> None:
+        self._closing = asyncio.ensure_future(self._close_engines())
+
+    async def _close_engines(self) -> None:
+        for engine in self._models.loaded().values():
+            await engine.aclose()

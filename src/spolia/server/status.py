@@ -1,0 +1,53 @@
+"""What can be asked of the server itself: `/health`, `/metrics`, `/v1/models`, `/version`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+import spolia
+from spolia.server.replies import ModelCard, ModelList
+from spolia.server.served import ServedModel, ServedModels
+
+__all__ = ["StatusEndpoints"]
+
+
+class StatusEndpoints:
+    """Bound to the models of one app."""
+
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
+
+    async def health(self) -> Response:
+        """200 once every model can answer; 503 with the reason until then, and after an engine has failed."""
+        troubles = [served.trouble for served in self._models.all() if served.trouble is not None]
+        if troubles:
+            return _json({"status": "unavailable", "reason": "; ".join(troubles)}, status=503)
+        return _json({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        return Response(self._models.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def models(self) -> Response:
+        return _json(ModelList([_card(served) for served in self._models.all()]))
+
+    async def model(self, name: str) -> Response:
+        return _json(_card(self._models.get(name)))
+
+    async def version(self) -> Response:
+        return _json({"version": spolia.__version__})
+
+
+def _card(served: ServedModel) -> ModelCard:
+    card = ModelCard(served.name, int(served.since_s))
+    if served.trouble is None:
+        card.max_model_len = served.engine.config.max_context
+        card.vocab_size = served.engine.model.tokenizer.vocab_size
+    return card
+
+
+def _json(content: Any, *, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
