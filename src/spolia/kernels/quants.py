@@ -213,7 +213,7 @@ def _rounded(x: Floats, scale: Floats, low: int, high: int) -> Bytes:
 def _pack_nibbles(q: Bytes) -> Bytes:
     """Inverse of `_nibbles`."""
     half = q.shape[-1] // 2
-    return (q[..., :half] & 15) | (q[..., half:] & 15) << np.uint8(4)
+    return (q[..., :half] & np.uint8(15)) | q[..., half:] << np.uint8(4)  # the fifth bits fall off at the top
 
 
 def _pack_fifth_bits(q: Bytes) -> Bytes:

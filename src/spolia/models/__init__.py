@@ -1,0 +1,39 @@
+"""Files to models that can run: GGUF or safetensors, tokenizer, chat template, and a program for the kernels.
+
+    source --sources--> file or folder --gguf, safetensors--> tensors + metadata --arch--> Program
+                                                              |--tokenizer, chat_template--> text to token ids and back
+
+`load` does it all. What each name needs is imported when it is first used: the tokenizer's library alone takes longer
+to import than a small model to load.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spolia.models.chat_template import ChatTemplate
+    from spolia.models.model import Model, load
+    from spolia.models.sources import BUILTINS, list_models, pull, remove
+    from spolia.models.tokenizer import Tokenizer
+
+__all__ = ["BUILTINS", "ChatTemplate", "Model", "Tokenizer", "list_models", "load", "pull", "remove"]
+
+_HOMES = {
+    "BUILTINS": "sources",
+    "ChatTemplate": "chat_template",
+    "Model": "model",
+    "Tokenizer": "tokenizer",
+    "list_models": "sources",
+    "load": "model",
+    "pull": "sources",
+    "remove": "sources",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'spolia.models' has no attribute {name!r}; it has {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(f"spolia.models.{_HOMES[name]}"), name)
