@@ -10,6 +10,6 @@ from __future__ import annotations
 
 from spolia.server.app import create_app
 from spolia.server.config import ServerConfig
-from spolia.server.serving import in_background, listen, serve
+from spolia.server.serving import listen, serve
 
-__all__ = ["ServerConfig", "create_app", "in_background", "listen", "serve"]
+__all__ = ["ServerConfig", "create_app", "listen", "serve"]

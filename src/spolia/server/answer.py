@@ -1,7 +1,7 @@
 """From one HTTP request to the token streams that answer it, and back.
 
-A request may ask for several prompts and for n choices of each; every pair is one engine request, numbered `prompt * n + k`,
-so that all of them share what they have in common through the cache and nothing else.
+A request may ask for several prompts and for n choices of each; every pair is one engine request, the k-th of
+a prompt numbered `prompt * n + k`. They share what they have in common through the cache, and nothing else.
 """
 
 from __future__ import annotations

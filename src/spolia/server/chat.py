@@ -15,6 +15,7 @@ from spolia.models import Model, Tokenizer
 from spolia.server.answer import Answer
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
+from spolia.server.encoding import encode
 from spolia.server.rendering import Extras, respond
 from spolia.server.replies import (
     ChatChoice,
@@ -29,7 +30,6 @@ from spolia.server.replies import (
 )
 from spolia.server.schema import ChatRequest, chat_messages
 from spolia.server.served import ServedModels
-from spolia.server.tokens import encode
 
 __all__ = ["ChatEndpoint", "encode_chat"]
 

@@ -13,11 +13,11 @@ from spolia.models import Tokenizer
 from spolia.server.answer import Answer
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
+from spolia.server.encoding import encode
 from spolia.server.rendering import Extras, respond
 from spolia.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply
 from spolia.server.schema import CompletionRequest, prompts
 from spolia.server.served import ServedModels
-from spolia.server.tokens import encode
 
 __all__ = ["CompletionEndpoint"]
 

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from types import FrameType
@@ -21,7 +20,7 @@ from spolia.server.app import create_app
 from spolia.server.config import ServerConfig
 from spolia.server.served import ServedModels
 
-__all__ = ["in_background", "listen", "serve"]
+__all__ = ["listen", "serve"]
 
 logger = logging.getLogger("spolia.server")
 
@@ -38,20 +37,6 @@ def listen(config: ServerConfig) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     return socket.create_server((config.host, config.port), family=family, backlog=2048)
-
-
-def in_background(build: Callable[[], AsyncEngine]) -> Future[AsyncEngine]:
-    """What `build` returns or raises, on a thread that does not keep the process alive."""
-    future: Future[AsyncEngine] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(build())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="spolia-load", daemon=True).start()
-    return future
 
 
 def serve(engines: Mapping[str, Future[AsyncEngine]], config: ServerConfig, listener: socket.socket) -> None:

@@ -10,10 +10,10 @@ from spolia.errors import InvalidRequest
 from spolia.server.body import read_body
 from spolia.server.chat import encode_chat
 from spolia.server.config import ServerConfig
+from spolia.server.encoding import encode
 from spolia.server.replies import TokenizeReply
 from spolia.server.schema import DetokenizeRequest, TokenizeRequest
 from spolia.server.served import ServedModels
-from spolia.server.tokens import encode
 
 __all__ = ["TokenizeEndpoints"]
 

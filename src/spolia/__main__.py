@@ -1,0 +1,7 @@
+"""`python -m spolia` is `spolia`."""
+
+from __future__ import annotations
+
+from spolia.cli import main
+
+main()

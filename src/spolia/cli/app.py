@@ -1,0 +1,210 @@
+"""Subcommands and their flags. Imports nothing but typer: see the package's docstring."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from spolia.cli.flags import (
+    CheckFlag,
+    EngineFlags,
+    KvDtypeFlag,
+    KvMemoryFlag,
+    MaxContextFlag,
+    MaxTokensFlag,
+    MinPFlag,
+    SamplingFlags,
+    SeedFlag,
+    StopFlag,
+    TemperatureFlag,
+    ThreadsFlag,
+    TopKFlag,
+    TopPFlag,
+)
+from spolia.errors import InvalidRequest, SpoliaError
+
+__all__ = ["app", "main"]
+
+# Plain help: rich's would triple the time to show it.
+app = typer.Typer(
+    name="spolia",
+    help="LLM inference whose first-class citizen is the KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+models_app = typer.Typer(help="List the models that have a name, or remove one.", rich_markup_mode=None)
+app.add_typer(models_app, name="models")
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A name, a path, or hf:owner/repo[/file].")]
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 asked for something impossible."""
+    try:
+        app()
+    except SpoliaError as error:
+        if os.environ.get("SPOLIA_DEBUG"):
+            raise
+        print(f"spolia: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, InvalidRequest) else 1)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from spolia import __version__
+
+        print(f"spolia {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(
+    model: ModelArgument,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1, this machine only.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Default: 8000; 0 takes a free one.")] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model. Default: as you name it.")] = None,
+    max_waiting: Annotated[int | None, typer.Option(help="Requests that may queue; the next is answered 429.")] = None,
+    kv_dtype: KvDtypeFlag = None,
+    kv_memory: KvMemoryFlag = None,
+    threads: ThreadsFlag = None,
+    max_context: MaxContextFlag = None,
+    check: CheckFlag = None,
+) -> None:
+    """Serve MODEL to OpenAI's clients. Ctrl-C finishes what runs, and twice aborts it."""
+    from spolia.cli.serve import run
+
+    engine = EngineFlags(
+        kv_dtype=kv_dtype, kv_memory=kv_memory, num_threads=threads, max_context=max_context, check=check
+    )
+    run(model, name=name, engine=engine, host=host, port=port, max_waiting=max_waiting)
+
+
+@app.command()
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
+    max_tokens: MaxTokensFlag = None,
+    temperature: TemperatureFlag = None,
+    top_k: TopKFlag = None,
+    top_p: TopPFlag = None,
+    min_p: MinPFlag = None,
+    seed: SeedFlag = None,
+    stop: StopFlag = None,
+    kv_dtype: KvDtypeFlag = None,
+    kv_memory: KvMemoryFlag = None,
+    threads: ThreadsFlag = None,
+    max_context: MaxContextFlag = None,
+    check: CheckFlag = None,
+) -> None:
+    """Answer one PROMPT: text to standard output, figures to standard error."""
+    from spolia.cli.generate import run
+
+    sampling = SamplingFlags(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop
+    )
+    engine = EngineFlags(
+        kv_dtype=kv_dtype, kv_memory=kv_memory, num_threads=threads, max_context=max_context, check=check
+    )
+    run(model, prompt, raw=raw, system=system, sampling=sampling, engine=engine)
+
+
+@app.command()
+def chat(
+    model: ModelArgument,
+    system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
+    max_tokens: MaxTokensFlag = None,
+    temperature: TemperatureFlag = None,
+    top_k: TopKFlag = None,
+    top_p: TopPFlag = None,
+    min_p: MinPFlag = None,
+    seed: SeedFlag = None,
+    stop: StopFlag = None,
+    kv_dtype: KvDtypeFlag = None,
+    kv_memory: KvMemoryFlag = None,
+    threads: ThreadsFlag = None,
+    max_context: MaxContextFlag = None,
+    check: CheckFlag = None,
+) -> None:
+    """Talk to MODEL, a line at a time; each turn shows how much of the conversation was reused."""
+    from spolia.cli.chat import run
+
+    sampling = SamplingFlags(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop
+    )
+    engine = EngineFlags(
+        kv_dtype=kv_dtype, kv_memory=kv_memory, num_threads=threads, max_context=max_context, check=check
+    )
+    run(model, system=system, sampling=sampling, engine=engine)
+
+
+@app.command()
+def pull(model: ModelArgument) -> None:
+    """Fetch MODEL, check it, and print where it is."""
+    from spolia.cli.models import fetch
+
+    print(fetch(model))
+
+
+@models_app.callback(invoke_without_command=True)
+def models(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        from spolia.cli.models import show
+
+        show()
+
+
+@models_app.command("rm")
+def remove(name: Annotated[str, typer.Argument(help="As `spolia models` lists it.")]) -> None:
+    """Delete a model's file from the cache folder."""
+    from spolia.cli.models import remove
+
+    remove(name)
+
+
+@app.command()
+def bench(
+    source: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Serve this model for the run, where there is no --url.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="A server with OpenAI's /v1/completions, Spolia or not.")] = None,
+    model: Annotated[str | None, typer.Option(help="Its model. Default: the first that it lists.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Vocabulary size. Default: what the server says, or 32000.")] = None,
+    only: Annotated[str, typer.Option(help="Workloads to run, as a list with commas; beginnings will do.")] = "",
+    concurrency: Annotated[int, typer.Option(help="Streams at once in the batch workloads.", min=1)] = 16,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 7,
+    label: Annotated[str, typer.Option(help="Put into each line of JSON.")] = "",
+    kv_dtype: KvDtypeFlag = None,
+    kv_memory: KvMemoryFlag = None,
+    threads: ThreadsFlag = None,
+    max_context: MaxContextFlag = None,
+) -> None:
+    """Measure a server with six KV-cache workloads: a line of JSON each, and a table."""
+    from spolia.cli.bench import Target, run
+
+    engine = EngineFlags(kv_dtype=kv_dtype, kv_memory=kv_memory, num_threads=threads, max_context=max_context)
+    run(
+        Target(source=source, url=url, model=model, vocab_size=vocab, engine=engine),
+        only=[name for name in only.split(",") if name],
+        concurrency=concurrency,
+        seed=seed,
+        label=label,
+    )

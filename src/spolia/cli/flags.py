@@ -1,0 +1,120 @@
+"""Flags that several subcommands share. A flag left out is None, so every default has one home: the settings' class."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from spolia.engine import EngineConfig, SamplingParams
+
+__all__ = [
+    "CheckFlag",
+    "EngineFlags",
+    "KvDtypeFlag",
+    "KvMemoryFlag",
+    "MaxContextFlag",
+    "MaxTokensFlag",
+    "MinPFlag",
+    "SamplingFlags",
+    "SeedFlag",
+    "StopFlag",
+    "TemperatureFlag",
+    "ThreadsFlag",
+    "TopKFlag",
+    "TopPFlag",
+    "parse_size",
+]
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]i?|)b?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "2GiB", "512m", "1.5 GB" or "65536".
+
+    Raises:
+        typer.BadParameter: anything else.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size; write it like 2GiB, 512MiB or 65536")
+    return int(float(match["number"]) * _UNITS[match["unit"].lower()])
+
+
+KvDtypeFlag = Annotated[
+    str | None, typer.Option("--kv-dtype", metavar="TYPE", help="Keep keys and values as bf16 (default), f16 or f32.")
+]
+KvMemoryFlag = Annotated[
+    int | None,
+    typer.Option("--kv-memory", metavar="SIZE", parser=parse_size, help="Memory for the KV cache, like 2GiB."),
+]
+ThreadsFlag = Annotated[int | None, typer.Option("--threads", help="Compute threads. Default: one per physical core.")]
+MaxContextFlag = Annotated[
+    int | None, typer.Option("--max-context", help="Most tokens of a prompt and its answer. Default: the model's own.")
+]
+CheckFlag = Annotated[
+    bool | None, typer.Option("--check", help="Verify every invariant of the cache after each step. Slow.")
+]
+MaxTokensFlag = Annotated[int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
+TemperatureFlag = Annotated[
+    float | None, typer.Option("--temperature", "-t", help="0 takes the most likely token each time.")
+]
+TopKFlag = Annotated[int | None, typer.Option("--top-k", help="Only the k most likely tokens.")]
+TopPFlag = Annotated[float | None, typer.Option("--top-p", help="Only the likeliest tokens of this total probability.")]
+MinPFlag = Annotated[float | None, typer.Option("--min-p", help="Only tokens this likely relative to the likeliest.")]
+SeedFlag = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer.")]
+StopFlag = Annotated[list[str] | None, typer.Option("--stop", help="End at this text; may be repeated.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFlags:
+    """Fields are those of `EngineConfig`."""
+
+    kv_dtype: str | None = None
+    kv_memory: int | None = None
+    num_threads: int | None = None
+    max_context: int | None = None
+    check: bool | None = None
+
+    def config(self) -> EngineConfig:
+        """
+        Raises:
+            InvalidRequest: a value that is not allowed.
+        """
+        from spolia.engine import EngineConfig
+
+        return EngineConfig(**_given(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFlags:
+    """Fields are those of `SamplingParams`."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+
+    def params(self, **defaults: Any) -> SamplingParams:
+        """With this subcommand's `defaults` for what was not given.
+
+        Raises:
+            InvalidRequest: a value that is not allowed.
+        """
+        from spolia.engine import SamplingParams
+
+        given = _given(self)
+        given["stop"] = tuple(given.get("stop", ()))
+        return SamplingParams(**{**defaults, **given})
+
+
+def _given(flags: EngineFlags | SamplingFlags) -> dict[str, Any]:
+    values = {field.name: getattr(flags, field.name) for field in fields(flags)}
+    return {name: value for name, value in values.items() if value is not None}

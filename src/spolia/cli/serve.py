@@ -1,0 +1,79 @@
+"""`spolia serve`: one model over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from spolia.cli.flags import EngineFlags
+from spolia.cli.models import fetch
+from spolia.engine import AsyncEngine
+from spolia.errors import InvalidRequest, SpoliaError
+
+__all__ = ["run"]
+
+
+def run(
+    source: str, *, name: str | None, engine: EngineFlags, host: str | None, port: int | None, max_waiting: int | None
+) -> None:
+    """Serve until a signal; see `spolia.server.serve`.
+
+    Raises:
+        ModelError: the model cannot be had or read.
+        InvalidRequest: a flag that is impossible.
+        SpoliaError: the address cannot be had.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    config = engine.config()
+    # Loading begins before the web framework is imported: each takes about half a second of start-up.
+    loading = _in_background(lambda: _load(source, config))
+
+    from spolia.server import ServerConfig, listen, serve
+
+    given: dict[str, Any] = {"host": host, "port": port, "max_waiting": max_waiting}
+    try:
+        settings = ServerConfig(**{key: value for key, value in given.items() if value is not None})
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+    try:
+        listener = listen(settings)
+    except OSError as error:
+        raise SpoliaError(
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; choose another with --port"
+        ) from None
+    served_name = name or _name(source)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    logging.getLogger("spolia.server").info("listening model=%s url=http://%s:%d/v1", served_name, shown, port)
+    serve({served_name: loading}, settings, listener)
+
+
+def _load(source: str, config: Any) -> AsyncEngine:
+    fetch(source)
+    return AsyncEngine(source, config)
+
+
+def _name(source: str) -> str:
+    """What clients call it: the source, or a file's name without its folders and suffix."""
+    path = Path(source)
+    return path.name.removesuffix(".gguf") if path.exists() else source
+
+
+def _in_background(build: Callable[[], AsyncEngine]) -> Future[AsyncEngine]:
+    """What `build` returns or raises, on a thread that does not keep the process alive."""
+    future: Future[AsyncEngine] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(build())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="spolia-load", daemon=True).start()
+    return future
