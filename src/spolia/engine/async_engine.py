@@ -159,7 +159,7 @@ class TokenStream:
         try:
             event = await self._mailbox.get()
         except asyncio.CancelledError:
-            await self.aclose()
+            self._end()
             raise
         if isinstance(event, SpoliaError):
             self._is_over = True
@@ -176,7 +176,7 @@ class TokenStream:
 
     async def aclose(self) -> None:
         """End the request if it has not ended. Does not wait."""
-        self.__del__()
+        self._end()
 
     async def __aenter__(self) -> TokenStream:
         return self
@@ -184,9 +184,12 @@ class TokenStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.aclose()
+        self._end()
 
     def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
         if not self._is_over:
             self._is_over = True
             self._abort([self.request_id])

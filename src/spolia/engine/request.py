@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.engine.outputs import FinishReason, RequestOutput, Timings
+from spolia.errors import Bug
 from spolia.generation import RowSampling, SamplingParams, TextStream, TokenLogprobs
 from spolia.kvcache import Explanation, Lease
 
@@ -56,6 +57,8 @@ class Sequence:
         token_ids: int32 buffer; the first `num_tokens` count.
         lease: held while running, else None.
         lane: row of the runner's block tables while running.
+        num_slots: tokens [0, num_slots) have slots.
+        table_changed: the lease's block table is not the one that the runner has seen.
         num_ever_computed_tokens: how far it had come before it was preempted: computing these again is rework.
         num_passed_over: later requests that were admitted before it.
     """
@@ -78,6 +81,7 @@ class Sequence:
         "num_tokens",
         "request",
         "stop_reason",
+        "table_changed",
         "text",
         "text_parts",
         "token_ids",
@@ -96,6 +100,7 @@ class Sequence:
         self.lane = -1
         self.num_computed_tokens = 0
         self.num_slots = 0
+        self.table_changed = False
         self.num_ever_computed_tokens = 0
         self.num_passed_over = 0
         self.num_cached_tokens = 0
@@ -105,6 +110,13 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self._banned_ids = np.fromiter(sorted(request.final_ids), np.int32) if request.params.min_tokens else _NO_IDS
+
+    @property
+    def held_lease(self) -> Lease:
+        """The lease of a running sequence."""
+        if self.lease is None:
+            raise Bug(f"request {self.request.request_id} does not run, so it has no lease")
+        return self.lease
 
     @property
     def num_pending_tokens(self) -> int:
@@ -154,10 +166,16 @@ class Sequence:
             self.text_parts.append(text)
         return text
 
+    def flush_text(self) -> str:
+        """Text that was held back, when the answer ends from outside."""
+        text = self.text.finish()
+        self.text_parts.append(text)
+        return text
+
     def output(self, now_s: float) -> RequestOutput:
         """The whole answer, once `finish_reason` is set."""
         if self.finish_reason is None:
-            raise RuntimeError(f"request {self.request.request_id} is not finished")
+            raise Bug(f"request {self.request.request_id} has no output before it is finished")
         arrival_s = self.request.arrival_s
         return RequestOutput(
             request_id=self.request.request_id,

@@ -1,0 +1,119 @@
+"""Requests checked against every limit before they are queued: what is admitted can be answered."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spolia.engine.request import Request
+from spolia.errors import InvalidRequest
+from spolia.generation import SamplingParams
+
+__all__ = ["Admission", "TextEncoder"]
+
+
+class TextEncoder(Protocol):
+    """The part of a tokenizer that prompts need."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Makes requests. Immutable, so any thread may use it.
+
+    Attributes:
+        max_context: most tokens of prompt and answer.
+        fitting_tokens: most tokens of prompt and answer for which the pools, when empty, have blocks.
+        namespace: the namespace of a cache salt.
+    """
+
+    tokenizer: TextEncoder
+    vocab_size: int
+    eos_token_ids: Collection[int]
+    max_context: int
+    fitting_tokens: int
+    namespace: Callable[[str], bytes]
+    clock: Callable[[], float]
+
+    def admit(
+        self,
+        prompt: str | Sequence[int] | NDArray[np.int32],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+    ) -> Request:
+        """A request that can be answered.
+
+        Raises:
+            InvalidRequest: it cannot, ever; says which value, which limit and what to do.
+        """
+        params = params or SamplingParams()
+        token_ids = self._token_ids(prompt)
+        final_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
+        if params.min_tokens and len(final_ids) >= self.vocab_size:
+            raise InvalidRequest(
+                "with min_tokens, stop_token_ids may not be the whole vocabulary: nothing is left to generate",
+                param="stop_token_ids",
+            )
+        for token_id in params.stop_token_ids:
+            if token_id >= self.vocab_size:
+                raise InvalidRequest(
+                    f"stop_token_ids holds {token_id}; token ids go up to {self.vocab_size - 1}", param="stop_token_ids"
+                )
+        return Request(
+            request_id=request_id or uuid.uuid4().hex,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=self._max_tokens(len(token_ids), params),
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            namespace=self.namespace(cache_salt),
+            final_ids=final_ids,
+            arrival_s=self.clock(),
+        )
+
+    def _token_ids(self, prompt: str | Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if len(ids) == 0:
+            raise InvalidRequest("the prompt is empty; it must have at least one token", param="prompt")
+        try:
+            wide = np.asarray(ids)
+        except (ValueError, OverflowError):
+            wide = np.empty(0)
+        if wide.ndim != 1 or wide.dtype.kind not in "iu":
+            raise InvalidRequest("the prompt is neither text nor a list of token ids, which are integers", param="prompt")
+        wrong = np.flatnonzero((wide < 0) | (wide >= self.vocab_size))
+        if len(wrong):
+            raise InvalidRequest(
+                f"token {wrong[0]} of the prompt has id {wide[wrong[0]]}; "
+                f"this model's ids go from 0 to {self.vocab_size - 1}",
+                param="prompt",
+            )
+        return wide.astype(np.int32)
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        limit = min(self.max_context, self.fitting_tokens)
+        wanted = params.max_tokens if params.max_tokens is not None else max(params.min_tokens, 1)
+        if num_prompt_tokens + wanted > self.max_context:
+            raise InvalidRequest(
+                f"the prompt has {num_prompt_tokens} tokens and {wanted} more are asked for, "
+                f"{num_prompt_tokens + wanted} in all; the context holds {self.max_context}. "
+                "Shorten the prompt, lower max_tokens, or raise max_context if the model allows it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if num_prompt_tokens + wanted > limit:
+            raise InvalidRequest(
+                f"the prompt's {num_prompt_tokens} tokens and {wanted} more need KV blocks for {num_prompt_tokens + wanted} "
+                f"tokens; all pools together have blocks for {limit}. Shorten the request or raise kv_memory",
+                param="prompt",
+                code="kv_memory_exceeded",
+            )
+        return params.max_tokens if params.max_tokens is not None else limit - num_prompt_tokens

@@ -1,0 +1,128 @@
+"""A model and settings to an engine: measure, allocate, put together."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spolia.engine.admission import Admission
+from spolia.engine.config import EngineConfig
+from spolia.engine.core import EngineCore, Observer
+from spolia.engine.memory import default_num_threads, split_blocks
+from spolia.errors import InvalidRequest
+from spolia.kernels import BLOCK_SIZE, allocate_pool, get_backend
+from spolia.kvcache import GroupSpec, KVCache, namespace_key
+from spolia.models import Model, Tokenizer, load
+
+__all__ = ["Engine", "build_engine"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Engine:
+    """An engine's parts, ready to step.
+
+    Attributes:
+        config: as resolved: nothing that was to be measured is None.
+    """
+
+    model: Model
+    config: EngineConfig
+    admission: Admission
+    core: EngineCore
+
+
+def build_engine(
+    model: str | Path | Model,
+    config: EngineConfig | None = None,
+    *,
+    observer: Observer | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Engine:
+    """Load `model` and make an engine for it.
+
+    Raises:
+        ModelError: the model cannot be had or read.
+        InvalidRequest: a setting that is impossible with this model or on this machine.
+    """
+    config = config or EngineConfig()
+    model = model if isinstance(model, Model) else load(model)
+    max_context = config.max_context or model.context_length
+    if max_context > model.context_length:
+        raise InvalidRequest(
+            f"max_context is {max_context}; this model is made for {model.context_length} tokens at most",
+            param="max_context",
+        )
+    num_threads = config.num_threads or default_num_threads()
+    program = model.program
+    executable = get_backend(config.backend)(program, kv_dtype=config.kv_dtype, num_threads=num_threads)
+    windows = [group.window for group in program.cache_groups]
+    block_bytes = [executable.block_bytes(group) for group in range(len(windows))]
+    num_blocks = split_blocks(
+        config.kv_memory,
+        block_bytes,
+        windows,
+        max_context=max_context,
+        max_sequences=config.max_sequences,
+        max_batch_tokens=config.max_batch_tokens,
+    )
+    executable.bind_kv([allocate_pool(count, size) for count, size in zip(num_blocks, block_bytes, strict=True)])
+    cache = KVCache([GroupSpec(count, window) for count, window in zip(num_blocks, windows, strict=True)], clock=clock)
+    fitting_tokens = _fitting_tokens(cache, max_context, config.max_batch_tokens)
+    if config.max_context is None:
+        max_context = min(max_context, fitting_tokens)
+    core = EngineCore(
+        executable,
+        cache,
+        token_bytes=_text_bytes(model.tokenizer),
+        max_batch_tokens=config.max_batch_tokens,
+        max_sequences=config.max_sequences,
+        max_context=max_context,
+        clock=clock,
+        observer=observer,
+        check=config.check,
+    )
+    # Everything that KV bits depend on besides the tokens. The digest covers weights, rope settings and tokenizer.
+    owner = dict(
+        model=model.digest,
+        kv_dtype=config.kv_dtype,
+        block_size=BLOCK_SIZE,
+        numerics=executable.numerics,
+        engine_salt=config.cache_salt,
+    )
+    admission = Admission(
+        tokenizer=model.tokenizer,
+        vocab_size=executable.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        max_context=max_context,
+        fitting_tokens=fitting_tokens,
+        namespace=lambda salt: namespace_key(**owner, salt=salt),
+        clock=clock,
+    )
+    resolved = replace(
+        config,
+        num_threads=num_threads,
+        max_context=max_context,
+        kv_memory=sum(count * size for count, size in zip(num_blocks, block_bytes, strict=True)),
+    )
+    return Engine(model=model, config=resolved, admission=admission, core=core)
+
+
+def _fitting_tokens(cache: KVCache, max_context: int, max_batch_tokens: int) -> int:
+    """Most tokens of prompt and answer that fit when they have all pools to themselves; the last one has no KV."""
+    return bisect_left(range(1, max_context), True, key=lambda kept: not cache.fits(kept, max_batch_tokens)) + 1
+
+
+def _text_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """The bytes that a generated token adds to the text: none for those that steer and do not read."""
+    known: dict[int, bytes] = {}
+
+    def text_bytes(token_id: int) -> bytes:
+        text = known.get(token_id)
+        if text is None:
+            text = known[token_id] = b"" if tokenizer.is_special(token_id) else tokenizer.token_bytes(token_id)
+        return text
+
+    return text_bytes

@@ -1,0 +1,215 @@
+"""One step after another: plan, run, commit, sample."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from spolia.engine.outputs import Counters, Delta, EngineStats, RequestOutput
+from spolia.engine.request import Request, Sequence
+from spolia.engine.runner import Runner
+from spolia.engine.scheduler import Scheduler, StepPlan
+from spolia.generation import Sampler, Samples, TextStream
+from spolia.kernels import Executable
+from spolia.kvcache import KVCache
+
+__all__ = ["EngineCore", "Observer", "StepStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one step did.
+
+    Attributes:
+        num_tokens: rows computed.
+        num_sampled: of those, rows whose logits were wanted.
+        duration_s: of the whole step, by the engine's clock.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    num_sampled: int
+    num_preempted: int
+    duration_s: float
+
+
+class Observer(Protocol):
+    """Hears what happens, on the engine's thread, between steps. What it raises ends the engine."""
+
+    def on_step(self, stats: StepStats) -> None: ...
+
+    def on_finish(self, output: RequestOutput) -> None: ...
+
+
+class EngineCore:
+    """The step loop's body. One thread; `stats` may be read by any.
+
+    Args:
+        executable: with its KV pools bound, of the sizes that `cache` was made with.
+        token_bytes: text of a token; b"" for special ones.
+        max_context: most tokens of a sequence.
+        clock: seconds; only differences matter.
+        check: verify the cache's invariants after each step.
+    """
+
+    def __init__(
+        self,
+        executable: Executable,
+        cache: KVCache,
+        *,
+        token_bytes: Callable[[int], bytes],
+        max_batch_tokens: int,
+        max_sequences: int,
+        max_context: int,
+        clock: Callable[[], float],
+        observer: Observer | None = None,
+        sampler: Sampler | None = None,
+        check: bool = False,
+    ) -> None:
+        self.cache = cache
+        self.executable = executable
+        self._token_bytes = token_bytes
+        self._clock = clock
+        self._observer = observer
+        self._sampler = sampler or Sampler(executable.vocab_size)
+        self._check = check
+        self._scheduler = Scheduler(cache, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
+        self._runner = Runner(
+            executable,
+            num_groups=len(cache.groups),
+            max_tokens=max_batch_tokens,
+            max_sequences=max_sequences,
+            max_context=max_context,
+        )
+        self._by_id: dict[str, Sequence] = {}
+        self._deltas: list[tuple[str, Delta]] = []
+        self._num_steps = self._num_computed = self._num_recomputed = self._num_generated = self._num_preemptions = 0
+        self._num_prompt = self._num_cached = 0
+        self._num_finished: Counter[str] = Counter()
+        self.stats = self._snapshot()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would compute or return anything."""
+        return bool(self._by_id or self._deltas)
+
+    def submit(self, request: Request) -> None:
+        params = request.params
+        text = TextStream(self._token_bytes, stop=params.stop, keep_stop=params.include_stop_str_in_output)
+        sequence = Sequence(request, text)
+        self._by_id[request.request_id] = sequence
+        self._scheduler.submit(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, whatever it is doing; the next step returns its output. Ended requests are ignored."""
+        sequence = self._by_id.get(request_id)
+        if sequence is not None:
+            sequence.finish_reason = "abort"
+            self._finish(sequence, Delta(sequence.flush_text(), ()))
+            self.stats = self._snapshot()
+
+    def abort_all(self) -> None:
+        for request_id in list(self._by_id):
+            self.abort(request_id)
+
+    def step(self) -> list[tuple[str, Delta]]:
+        """Run one step, if there is something to compute; what has been generated, or ended, since the last one."""
+        if self._by_id:
+            started_s = self._clock()
+            plan = self._scheduler.plan_step()
+            if plan.entries:
+                self._note_starts(plan, started_s)
+                logits = self._runner.run(plan)
+                sampled = self._commit(plan)
+                samples = self._sampler.sample(logits, [sequence.next_row() for sequence in sampled])
+                now_s = self._clock()
+                self._take_samples(sampled, samples, now_s)
+                self._count(plan, len(sampled), now_s - started_s)
+            if self._check:
+                self.cache.check()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _note_starts(self, plan: StepPlan, now_s: float) -> None:
+        """Record what new sequences found in the cache. Those that return after a preemption are told apart."""
+        for sequence, start, stop in plan.entries:
+            if sequence.first_step_s is None:
+                hit = sequence.held_lease.hit
+                sequence.first_step_s = now_s
+                sequence.explanation = hit.explanation
+                sequence.num_cached_tokens = start
+                self._num_prompt += sequence.num_prompt_tokens
+                self._num_cached += start
+            self._num_recomputed += max(0, min(sequence.num_ever_computed_tokens, stop) - start)
+
+    def _commit(self, plan: StepPlan) -> list[Sequence]:
+        """Make what the step computed visible to others; the sequences whose next token is due."""
+        commit, stats = self.cache.commit, self.cache.stats
+        num_duplicate_tokens = stats.num_duplicate_tokens
+        sampled = []
+        for sequence, start, stop in plan.entries:
+            commit(sequence.held_lease, sequence.token_ids[start:stop])
+            sequence.num_computed_tokens = stop
+            if stats.num_duplicate_tokens != num_duplicate_tokens:  # its blocks may have been exchanged for equal ones
+                num_duplicate_tokens = stats.num_duplicate_tokens
+                sequence.table_changed = True
+            if stop == sequence.num_tokens:
+                sampled.append(sequence)
+        return sampled
+
+    def _take_samples(self, sampled: Seq[Sequence], samples: Samples, now_s: float) -> None:
+        deltas = self._deltas
+        for sequence, token_id, logprobs in zip(sampled, samples.token_ids, samples.logprobs, strict=True):
+            if sequence.first_token_s is None:
+                sequence.first_token_s = now_s
+            text = sequence.append(token_id)
+            if logprobs is None:
+                delta = Delta(text, (token_id,))
+            else:
+                sequence.logprobs.append(logprobs)
+                delta = Delta(text, (token_id,), (logprobs,))
+            if sequence.finish_reason is None:
+                deltas.append((sequence.request.request_id, delta))
+            else:
+                self._finish(sequence, delta)
+
+    def _finish(self, sequence: Sequence, last: Delta) -> None:
+        """Let go of a sequence whose `finish_reason` is set, and send its last delta."""
+        self._scheduler.finish(sequence)
+        del self._by_id[sequence.request.request_id]
+        self._num_finished[str(sequence.finish_reason)] += 1
+        output = sequence.output(self._clock())
+        self._deltas.append((output.request_id, Delta(last.text, last.token_ids, last.logprobs, output)))
+        if self._observer is not None:
+            self._observer.on_finish(output)
+
+    def _count(self, plan: StepPlan, num_sampled: int, duration_s: float) -> None:
+        num_tokens = sum(stop - start for _, start, stop in plan.entries)
+        self._num_steps += 1
+        self._num_computed += num_tokens
+        self._num_generated += num_sampled
+        self._num_preemptions += plan.num_preempted
+        self.stats = self._snapshot()
+        if self._observer is not None:
+            self._observer.on_step(
+                StepStats(len(plan.entries), num_tokens, num_sampled, plan.num_preempted, duration_s)
+            )
+
+    def _snapshot(self) -> EngineStats:
+        return EngineStats(
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            counters=Counters(
+                num_steps=self._num_steps,
+                num_prompt_tokens=self._num_prompt,
+                num_cached_tokens=self._num_cached,
+                num_computed_tokens=self._num_computed,
+                num_recomputed_tokens=self._num_recomputed,
+                num_generated_tokens=self._num_generated,
+                num_preemptions=self._num_preemptions,
+                num_finished=dict(self._num_finished),
+            ),
+            ledger=tuple(self.cache.ledger()),
+        )

@@ -1,0 +1,197 @@
+"""The engine for programs that just want answers."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spolia.engine.assembly import Engine, build_engine
+from spolia.engine.config import EngineConfig
+from spolia.engine.core import Observer
+from spolia.engine.outputs import Delta, EngineStats, RequestOutput
+from spolia.engine.request import Request
+from spolia.engine.thread import EngineThread
+from spolia.errors import InvalidRequest, SpoliaError
+from spolia.generation import SamplingParams
+from spolia.models import Model
+
+__all__ = ["LLM"]
+
+Ids: TypeAlias = NDArray[np.int32]
+_Mail: TypeAlias = "queue.SimpleQueue[tuple[int, Delta | SpoliaError]]"
+
+
+class LLM:
+    """A model with its engine. Any thread may call it; calls at the same time share the engine's batch.
+
+        with LLM("smollm2") as llm:
+            print(llm.generate("Name three rivers.").text)
+
+    Args:
+        model: a source as `models.load` takes it, a loaded model, or a whole `Engine` that was built elsewhere.
+        config: settings; None: all measured.
+        observer: told of each step and each finished request, on the engine's thread.
+        settings: fields of `EngineConfig`, instead of or on top of `config`.
+
+    Raises:
+        ModelError: the model cannot be had or read.
+        InvalidRequest: a setting that is impossible with this model.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Model | Engine,
+        config: EngineConfig | None = None,
+        *,
+        observer: Observer | None = None,
+        **settings: Any,
+    ) -> None:
+        if isinstance(model, Engine):
+            self._engine = model
+        else:
+            self._engine = build_engine(model, replace(config or EngineConfig(), **settings), observer=observer)
+        self._thread: EngineThread[tuple[_Mail, int]] = EngineThread(self._engine.core, _deliver)
+
+    @property
+    def model(self) -> Model:
+        return self._engine.model
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings as resolved at start: nothing that was to be measured is left None."""
+        return self._engine.config
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters and block ledger as of the last step."""
+        return self._engine.core.stats
+
+    @overload
+    def generate(
+        self, prompts: str | list[int] | Ids, params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> RequestOutput: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]] | list[Ids],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]: ...
+
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer one prompt, or many at once.
+
+        Args:
+            prompts: a text, a list or array of token ids, or a list of any of these.
+            params: for all prompts, or one each.
+            cache_salt: only requests with the same salt share KV.
+
+        Returns:
+            An output for a prompt; a list, in the order of the prompts, for a list of prompts.
+
+        Raises:
+            InvalidRequest: a prompt that can never be answered; none was started.
+        """
+        is_one = not isinstance(prompts, list) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many = [prompts] if is_one else prompts
+        each = params if isinstance(params, list) else [params] * len(many)
+        if len(each) != len(many):
+            raise InvalidRequest(f"{len(each)} params for {len(many)} prompts; give one, or one for each", param="params")
+        requests = [
+            self._engine.admission.admit(prompt, one, cache_salt=cache_salt)
+            for prompt, one in zip(many, each, strict=True)
+        ]
+        outputs = {index: delta.output for index, delta in self._run(requests) if delta.output is not None}
+        return outputs[0] if is_one else [outputs[index] for index in range(len(requests))]
+
+    def stream(
+        self, prompt: str | list[int] | Ids, params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> Iterator[Delta]:
+        """Answer a prompt bit by bit; the last delta carries the whole output. Closing the iterator ends the request.
+
+        Raises:
+            InvalidRequest: at the call, if the prompt can never be answered.
+        """
+        request = self._engine.admission.admit(prompt, params, cache_salt=cache_salt)
+        return (delta for _, delta in self._run([request]))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        cache_salt: str = "",
+    ) -> RequestOutput:
+        """Answer a conversation, rendered by the model's own chat template.
+
+        Args:
+            messages: as in OpenAI's API: `{"role": "user", "content": "..."}` and so on.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or it refuses these messages.
+        """
+        return self.generate(self.chat_prompt(messages, tools=tools), params, cache_salt=cache_salt)
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The token ids that `chat` would send, for use with `stream`.
+
+        Raises:
+            InvalidRequest: as `chat`.
+        """
+        template = self.model.chat_template
+        if template is None:
+            raise InvalidRequest(f"model {self.model.name} has no chat template; use generate", param="messages")
+        # The template writes the special tokens itself.
+        return self.model.tokenizer.encode(template.render(messages, tools=tools), add_special=False)
+
+    def close(self) -> None:
+        """End the engine's thread; what is in flight is aborted. May be called again."""
+        self._thread.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Delta]]:
+        """Deltas of all requests as they come, each with its request's index. Ending early (Ctrl-C too) aborts them."""
+        mail: _Mail = queue.SimpleQueue()
+        unfinished = {index: request.request_id for index, request in enumerate(requests)}
+        self._thread.submit([(request, (mail, index)) for index, request in enumerate(requests)])
+        try:
+            while unfinished:
+                index, event = mail.get()
+                if isinstance(event, SpoliaError):
+                    raise event
+                if event.output is not None:
+                    del unfinished[index]
+                yield index, event
+        finally:
+            if unfinished:
+                self._thread.abort(list(unfinished.values()))
+
+
+def _deliver(events: Sequence[tuple[tuple[_Mail, int], Delta | SpoliaError]]) -> None:
+    for (mail, index), event in events:
+        mail.put((index, event))

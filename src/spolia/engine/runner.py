@@ -1,0 +1,81 @@
+"""A plan as arrays, and the one native call that runs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spolia.engine.scheduler import StepPlan
+from spolia.kernels import BLOCK_SIZE, BlockCopy, Executable, StepInputs
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Owns the arrays that steps are described in; allocated once, so that a step allocates almost nothing.
+
+    Block tables are kept by lane, from step to step: a lane's row changes only where its sequence grew.
+
+    Args:
+        num_groups: cache groups of the program.
+        max_tokens: most rows of a step.
+        max_sequences: lanes.
+        max_context: most tokens of a sequence.
+    """
+
+    def __init__(
+        self, executable: Executable, *, num_groups: int, max_tokens: int, max_sequences: int, max_context: int
+    ) -> None:
+        self._executable = executable
+        self._arange = np.arange(max_context, dtype=np.int32)
+        self._token_ids = np.zeros(max_tokens, np.int32)
+        self._positions = np.zeros(max_tokens, np.int32)
+        self._tables = [
+            np.full((max_sequences, math.ceil(max_context / BLOCK_SIZE) + 1), -1, np.int32) for _ in range(num_groups)
+        ]
+        self._logits = np.zeros((max_sequences, executable.vocab_size), np.float32)
+
+    def run(self, plan: StepPlan) -> NDArray[np.float32]:
+        """Run a step; float32 `[len(plan.sampling), vocab_size]`, valid until the next call."""
+        inputs = self._inputs(plan)
+        logits = self._logits[: len(inputs.logit_rows)]
+        self._executable.run(inputs, logits)
+        return logits
+
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        token_ids, positions, arange = self._token_ids, self._positions, self._arange
+        row = 0
+        row_starts = [0]
+        logit_rows = []
+        lanes = []
+        for sequence, start, stop in plan.entries:
+            end = row + stop - start
+            token_ids[row:end] = sequence.token_ids[start:stop]
+            positions[row:end] = arange[start:stop]
+            row = end
+            row_starts.append(row)
+            lanes.append(sequence.lane)
+            if stop == sequence.num_tokens:
+                logit_rows.append(row - 1)
+        return StepInputs(
+            token_ids=token_ids[:row],
+            positions=positions[:row],
+            row_starts=np.array(row_starts, np.int32),
+            block_tables=self._block_tables(plan, lanes),
+            logit_rows=np.array(logit_rows, np.int32),
+            copies=tuple(BlockCopy(copy.group, copy.src, copy.dst, copy.num_tokens) for copy in plan.copies),
+        )
+
+    def _block_tables(self, plan: StepPlan, lanes: Seq[int]) -> tuple[NDArray[np.int32], ...]:
+        num_columns = 1
+        for sequence, _, stop in plan.entries:
+            num_columns = max(num_columns, -(-stop // BLOCK_SIZE))
+            if sequence.table_changed:
+                sequence.table_changed = False
+                for group, table in enumerate(self._tables):
+                    blocks = sequence.held_lease.block_table(group)
+                    table[sequence.lane, : len(blocks)] = blocks
+        return tuple(table[lanes, :num_columns] for table in self._tables)

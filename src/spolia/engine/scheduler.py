@@ -1,0 +1,253 @@
+"""Which tokens the next step computes, and who waits, runs and gives way.
+
+    submit -> waiting --admit--> running --finish--> (gone)
+                 preempted <--preempt--+
+                     +------admit------^
+
+Admission order: preempted sequences, oldest first; then waiting ones, longest cached prefix first, among the oldest
+`LOOKAHEAD`. Nobody is passed over more than `MAX_PASSED_OVER` times: then it is first, and whoever is behind waits with it. A sequence whose
+prefix a running one is computing at this moment waits for that, as long as it has not aged.
+
+Room. Running sequences are served oldest first. If one cannot grow, the newest running one is preempted: it has the least to lose, has
+no grant in this step to take back, and what it computed stays in the tree until somebody needs the blocks. A sequence is admitted
+only if all its known tokens fit beside what the running ones still need, and some headroom to grow. Headroom
+doubles at each preemption and shrinks with each sequence that finishes, so a storm calms down by itself.
+
+Progress. `Admission` refuses what would not fit in empty pools; the oldest running sequence is never preempted for another; with nothing
+running, the first in order is admitted without regard to headroom.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from spolia.engine.request import Sequence
+from spolia.errors import Bug
+from spolia.kernels import BLOCK_SIZE
+from spolia.kvcache import BlockCopy, KVCache
+
+__all__ = ["LOOKAHEAD", "MAX_PASSED_OVER", "Entry", "Scheduler", "StepPlan"]
+
+LOOKAHEAD = 32
+"""Waiting sequences that are compared at each admission: bounds its cost, however many wait."""
+
+MAX_PASSED_OVER = 16
+"""Later requests that may be admitted before an earlier one."""
+
+_MAX_HEADROOM = 64  # blocks a running sequence: 1,024 tokens
+
+
+class Entry(NamedTuple):
+    """The step computes tokens [start, stop) of `sequence`, and its logits if that is all of its tokens."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step.
+
+    Attributes:
+        entries: in the order of the step's rows.
+        copies: to be made before the step, in order.
+        num_preempted: sequences that gave way.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    num_preempted: int = 0
+
+
+class Scheduler:
+    """Owns all sequences that are not finished, and their leases. One thread.
+
+    Args:
+        max_batch_tokens: token budget of a step, at least `max_sequences`.
+    """
+
+    def __init__(self, cache: KVCache, *, max_batch_tokens: int, max_sequences: int) -> None:
+        self._cache = cache
+        self._max_batch_tokens = max_batch_tokens
+        self._max_sequences = max_sequences
+        self._waiting: dict[str, Sequence] = {}  # in order of arrival
+        self._preempted: deque[Sequence] = deque()  # oldest first
+        self._running: list[Sequence] = []  # oldest first
+        self._free_lanes = list(range(max_sequences - 1, -1, -1))
+        self._headroom = 1
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._preempted)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def sequences(self) -> Iterable[Sequence]:
+        """All of them: running, preempted, waiting."""
+        return [*self._running, *self._preempted, *self._waiting.values()]
+
+    def submit(self, sequence: Sequence) -> None:
+        self._waiting[sequence.request.request_id] = sequence
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is. Its blocks are evictable or free at once."""
+        if sequence.lease is not None:
+            self._running.remove(sequence)
+            self._stop_running(sequence)
+            self._headroom = max(1, self._headroom - 1)
+        elif self._waiting.pop(sequence.request.request_id, None) is None:
+            self._preempted.remove(sequence)
+
+    def plan_step(self) -> StepPlan:
+        """Choose which tokens the next step computes; empty only if there are no sequences.
+
+        There is no prefill or decode phase: a sequence lags by `num_pending_tokens` and a step lets it catch up within the
+        token budget, of which each running sequence behind it keeps one token.
+        """
+        plan = StepPlan()
+        budget = self._max_batch_tokens
+        index = 0
+        while index < len(self._running):
+            sequence = self._running[index]
+            num_behind = len(self._running) - index - 1
+            start = sequence.num_computed_tokens
+            stop = min(sequence.num_tokens, start + budget - num_behind)
+            if stop <= sequence.num_slots or self._grow(sequence, stop, plan):
+                plan.entries.append(Entry(sequence, start, stop))
+                budget -= stop - start
+                index += 1
+        if budget and self.num_waiting and self._free_lanes:
+            self._admit(plan, budget)
+        if not plan.entries and self.num_waiting:
+            raise Bug(f"{self.num_waiting} sequences wait, none runs, and none could be admitted")
+        return plan
+
+    def _grow(self, sequence: Sequence, stop: int, plan: StepPlan) -> bool:
+        """Give `sequence` slots up to `stop`, preempting from the newest on; False if it had to give way itself."""
+        while not self._take_slots(sequence, stop, plan):
+            victim = self._running.pop()
+            self._preempt(victim)
+            plan.num_preempted += 1
+            if victim is sequence:
+                return False
+        return True
+
+    def _take_slots(self, sequence: Sequence, stop: int, plan: StepPlan) -> bool:
+        num_slots = -(-stop // BLOCK_SIZE) * BLOCK_SIZE
+        copies = self._cache.grow(sequence.held_lease, num_slots)
+        if copies is None:
+            return False
+        plan.copies += copies
+        sequence.num_slots = num_slots
+        sequence.table_changed = True
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop_running(sequence)
+        self._preempted.appendleft(sequence)
+        self._headroom = min(2 * self._headroom, _MAX_HEADROOM)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        sequence.held_lease.close()
+        sequence.lease = None
+        self._free_lanes.append(sequence.lane)
+        sequence.num_ever_computed_tokens = max(sequence.num_ever_computed_tokens, sequence.num_computed_tokens)
+        sequence.num_computed_tokens = sequence.num_slots = 0
+
+    # Admission.
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        """Start sequences while there is budget, a lane, and room for the next in order."""
+        while self._preempted:
+            num_granted = self._start(self._preempted[0], plan, budget)
+            if num_granted is None:
+                return
+            self._preempted.popleft()
+            budget -= num_granted
+            if not budget or not self._free_lanes:
+                return
+        for sequence, num_cached_tokens in self._admission_order():
+            if not _has_aged(sequence) and self._is_being_computed(sequence, num_cached_tokens):
+                continue
+            num_granted = self._start(sequence, plan, budget)
+            if num_granted is None:
+                return
+            for earlier in self._waiting.values():
+                if earlier is sequence:
+                    break
+                earlier.num_passed_over += 1
+            del self._waiting[sequence.request.request_id]
+            budget -= num_granted
+            if not budget or not self._free_lanes:
+                return
+
+    def _admission_order(self) -> list[tuple[Sequence, int]]:
+        """The oldest waiting sequences and how many of their tokens are cached, in the order to start them."""
+        candidates = [
+            (sequence, self._cache.probe(sequence.request.namespace, sequence.known_ids))
+            for sequence in islice(self._waiting.values(), LOOKAHEAD)
+        ]
+        # The sort is stable, so equals stay in order of arrival.
+        return sorted(candidates, key=lambda candidate: (not _has_aged(candidate[0]), -candidate[1]))
+
+    def _is_being_computed(self, sequence: Sequence, num_cached_tokens: int) -> bool:
+        """Whether a running prefill is about to compute at least a block of what `sequence` would have to compute."""
+        ids = sequence.known_ids
+        horizon = num_cached_tokens + BLOCK_SIZE
+        if horizon >= len(ids):  # the last token is computed in any case
+            return False
+        return any(
+            other.num_pending_tokens >= BLOCK_SIZE
+            and other.num_computed_tokens < horizon <= other.num_tokens
+            and other.request.namespace == sequence.request.namespace
+            and np.array_equal(other.token_ids[:horizon], ids[:horizon])
+            for other in self._running
+        )
+
+    def _start(self, sequence: Sequence, plan: StepPlan, budget: int) -> int | None:
+        """Make `sequence` run, and grant it tokens; their number, or None, with nothing changed, if there is no room."""
+        lease = self._cache.open(
+            sequence.request.namespace, sequence.known_ids, resumed=sequence.num_ever_computed_tokens > 0
+        )
+        start = lease.num_computed_tokens
+        stop = min(sequence.num_tokens, start + budget)
+        sequence.lease = lease
+        sequence.num_computed_tokens = sequence.num_slots = start
+        if (self._running and not self._has_room(sequence)) or not self._take_slots(sequence, stop, plan):
+            lease.close()
+            sequence.lease = None
+            sequence.num_computed_tokens = sequence.num_slots = 0
+            return None
+        sequence.lane = self._free_lanes.pop()
+        self._running.append(sequence)
+        plan.entries.append(Entry(sequence, start, stop))
+        return stop - start
+
+    def _has_room(self, newcomer: Sequence) -> bool:
+        """Whether all that `newcomer` needs would fit beside what the running sequences still need, headroom included."""
+        num_needed = [0] * len(self._cache.groups)
+        for sequence in (*self._running, newcomer):
+            final = len(sequence.token_ids) - 1  # the last token of an answer has no KV
+            num_tokens = min(sequence.num_tokens + self._headroom * BLOCK_SIZE, final)
+            # A shared partial block counts as missing: it is copied before it is written.
+            missing = -(-num_tokens // BLOCK_SIZE) - sequence.num_slots // BLOCK_SIZE
+            if missing:
+                for group, most in enumerate(self._cache.blocks_needed(num_tokens, self._max_batch_tokens)):
+                    num_needed[group] += min(missing, most)
+        return all(
+            needed <= ledger.free + ledger.cached
+            for needed, ledger in zip(num_needed, self._cache.ledger(), strict=True)
+        )
+
+
+def _has_aged(sequence: Sequence) -> bool:
+    return sequence.num_passed_over >= MAX_PASSED_OVER
