@@ -14,18 +14,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spolia.models.chat_template import ChatTemplate
     from spolia.models.model import Model, load
-    from spolia.models.sources import BUILTINS, list_models, pull, remove
+    from spolia.models.sources import BUILTINS, Progress, list_models, models_folder, pull, remove
     from spolia.models.tokenizer import Tokenizer
 
-__all__ = ["BUILTINS", "ChatTemplate", "Model", "Tokenizer", "list_models", "load", "pull", "remove"]
+__all__ = [
+    "BUILTINS",
+    "ChatTemplate",
+    "Model",
+    "Progress",
+    "Tokenizer",
+    "list_models",
+    "load",
+    "models_folder",
+    "pull",
+    "remove",
+]
 
 _HOMES = {
     "BUILTINS": "sources",
     "ChatTemplate": "chat_template",
     "Model": "model",
+    "Progress": "sources",
     "Tokenizer": "tokenizer",
     "list_models": "sources",
     "load": "model",
+    "models_folder": "sources",
     "pull": "sources",
     "remove": "sources",
 }
