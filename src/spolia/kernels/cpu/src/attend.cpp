@@ -1,0 +1,425 @@
+#include "attend.h"
+
+#include <cstdint>
+#include <cstring>
+
+#include "attend_kv.h"
+#include "attend_plan.h"
+#include "attend_vec.h"
+
+namespace spolia::SPOLIA_LEVEL {
+namespace {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+int64_t sequence_of(const AttendStep& step, int64_t row) {
+  int64_t s = 0;
+  while (step.row_starts[s + 1] <= row) ++s;
+  return s;
+}
+
+// ---- writing KV -----------------------------------------------------------------------------------------------------
+
+template <class K>
+void store_rows(const AttendShape& shape, const AttendStep& step, int64_t row_begin, int64_t row_end) {
+  using Elem = typename K::Elem;
+  constexpr int64_t pack = K::kPack;
+  const Layout layout = layout_of<K>(shape);
+  int64_t seq = row_begin < row_end ? sequence_of(step, row_begin) : 0;
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    while (step.row_starts[seq + 1] <= row) ++seq;
+    const int64_t position = step.positions[row], slot = position % kBlock;
+    const int32_t block = step.block_table[seq * step.max_blocks + position / kBlock];
+    uint8_t* head = step.pool + static_cast<size_t>(block) * step.block_bytes + step.layer_offset;
+    for (int64_t h = 0; h < shape.num_kv_heads; ++h, head += layout.k_bytes + layout.v_bytes) {
+      const float* k = step.k + row * step.ld_k + h * shape.head_dim;
+      const float* v = step.v + row * step.ld_v + h * shape.head_dim;
+      Elem* k_out = reinterpret_cast<Elem*>(head) + slot * pack;
+      Elem* v_out = reinterpret_cast<Elem*>(head + layout.k_bytes) + slot / pack * layout.width * pack + slot % pack;
+      // Only this token's elements are written: its neighbours' belong to other threads.
+      for (int64_t d = 0; d < layout.depth; ++d)
+        k_out[d / pack * kBlock * pack + d % pack] = K::encode(d < shape.head_dim ? k[d] : 0.0f);
+      for (int64_t d = 0; d < shape.head_dim; ++d) v_out[d * pack] = K::encode(v[d]);
+    }
+  }
+}
+
+template <class K>
+void copy_layer_tokens(const AttendShape& shape, const uint8_t* src, uint8_t* dst, int64_t num_tokens) {
+  constexpr int64_t pack = K::kPack, elem = sizeof(typename K::Elem);
+  const Layout layout = layout_of<K>(shape);
+  const int64_t row_bytes = kBlock * pack * elem, pair_bytes = layout.width * pack * elem;
+  for (int64_t h = 0; h < shape.num_kv_heads; ++h) {
+    for (int64_t d = 0; d < layout.depth / pack; ++d)
+      std::memcpy(dst + d * row_bytes, src + d * row_bytes, static_cast<size_t>(num_tokens * pack * elem));
+    src += layout.k_bytes, dst += layout.k_bytes;
+    std::memcpy(dst, src, static_cast<size_t>(num_tokens / pack * pair_bytes));
+    for (int64_t t = num_tokens / pack * pack; t < num_tokens; ++t)
+      for (int64_t d = 0; d < layout.width; ++d)
+        std::memcpy(dst + t / pack * pair_bytes + d * pack * elem, src + t / pack * pair_bytes + d * pack * elem, elem);
+    src += layout.v_bytes, dst += layout.v_bytes;
+  }
+}
+
+// ---- records: a split's result for one (row, head), [width] out, then maximum (times the scale, base 2) and sum --------
+
+// `into` becomes the result of its tokens and, after them, of `next`'s.
+void fold(float* into, const float* next, int64_t width) {
+  const float maximum = into[width] > next[width] ? into[width] : next[width];
+  const float a = exp2(into[width] - maximum), b = exp2(next[width] - maximum);
+  for (int64_t d = 0; d < width; d += kLanes) store(into + d, fma(load(next + d), splat(b), load(into + d) * splat(a)));
+  into[width] = maximum;
+  into[width + 1] = first(fma(splat(next[width + 1]), splat(b), splat(into[width + 1] * a)));
+}
+
+void finish(const float* record, int64_t width, int64_t head_dim, float* out) {
+  const Vec inverse = splat(1.0f / record[width + 1]);
+  int64_t d = 0;
+  for (; d + kLanes <= head_dim; d += kLanes) store(out + d, load(record + d) * inverse);
+  for (; d < head_dim; ++d) out[d] = record[d] * inverse[0];
+}
+
+// ---- one item -------------------------------------------------------------------------------------------------------
+
+// What one thread keeps of the tile it works on; `num_heads` counts (row, head) pairs, row-major.
+struct TileScratch {
+  float *q, *scores, *record, *state, *pair;
+  int64_t* bounds;  // [num_rows][2]: the row's tokens of the current split
+
+  static int64_t max_heads(const AttendShape& shape) {
+    const int64_t group = shape.num_heads / shape.num_kv_heads;
+    return group > kTileHeads ? group : kTileHeads;
+  }
+  static int64_t floats(const AttendShape& shape) {
+    const int64_t heads = max_heads(shape), width = round_up(shape.head_dim, kBlock);
+    return heads * (width + kSplit + 2 * record_floats(shape)) + 2 * width;
+  }
+  static size_t bytes(const AttendShape& shape) {
+    return static_cast<size_t>(floats(shape)) * sizeof(float) + static_cast<size_t>(max_heads(shape)) * 2 * sizeof(int64_t);
+  }
+  TileScratch(const AttendShape& shape, uint8_t* scratch) {
+    const int64_t heads = max_heads(shape), width = round_up(shape.head_dim, kBlock);
+    q = reinterpret_cast<float*>(scratch);
+    scores = q + heads * width;
+    record = scores + heads * kSplit;
+    state = record + heads * record_floats(shape);
+    pair = state + heads * record_floats(shape);
+    bounds = reinterpret_cast<int64_t*>(reinterpret_cast<float*>(scratch) + floats(shape));
+  }
+};
+
+template <class K>
+class TileWorker {
+  using Elem = typename K::Elem;
+  static constexpr int64_t kPack = K::kPack, kParts = K::kParts;
+
+ public:
+  TileWorker(const AttendShape& shape, const AttendStep& step, const Plan& plan, const Item& item, uint8_t* scratch)
+      : shape_(shape), step_(step), plan_(plan), item_(item), scratch_(shape, scratch), layout_(layout_of<K>(shape)),
+        rows_(plan.tile_rows + item.tile_begin), group_(shape.num_heads / shape.num_kv_heads),
+        ld_(record_floats(shape)), ld_q_(layout_.width) {}
+
+  void run() {
+    pack_q();
+    for (int64_t split = item_.split_begin; split < item_.split_end; ++split) {
+      if (!enter(split)) continue;
+      score();
+      for (int64_t r = row_begin_; r < row_end_; ++r)
+        for (int64_t g = 0; g < group_; ++g) soften(r, r * group_ + g);
+      weigh();
+      leave(split);
+    }
+    if (item_.whole)
+      for (int64_t r = 0; r < item_.num_rows; ++r)
+        for (int64_t g = 0; g < group_; ++g)
+          finish(scratch_.state + (r * group_ + g) * ld_, layout_.width, shape_.head_dim,
+                 step_.out + rows_[r] * step_.ld_out + head(g) * shape_.head_dim);
+  }
+
+ private:
+  int64_t head(int64_t g) const { return item_.kv_head * group_ + g; }
+  int64_t position(int64_t r) const { return step_.positions[rows_[r]]; }
+
+  // Rows of q as the register tile wants them: kParts 4-byte operands a step, zeros after head_dim.
+  void pack_q() {
+    const int64_t depth = layout_.depth;
+    for (int64_t r = 0; r < item_.num_rows; ++r)
+      for (int64_t g = 0; g < group_; ++g) {
+        const float* q = step_.q + rows_[r] * step_.ld_q + head(g) * shape_.head_dim;
+        float* out = scratch_.q + (r * group_ + g) * ld_q_;
+        if constexpr (K::kRounded) {
+          for (int64_t d = 0; d < depth; d += 2) {
+            const uint16_t both[2] = {to_bf16(q[d]), to_bf16(d + 1 < shape_.head_dim ? q[d + 1] : 0.0f)};
+            std::memcpy(out + d / 2, both, 4);
+          }
+        } else {
+          std::memcpy(out, q, static_cast<size_t>(shape_.head_dim) * sizeof(float));
+          if (depth > shape_.head_dim) out[depth - 1] = 0.0f;
+        }
+      }
+  }
+
+  // Find which rows have tokens in the split, and its blocks; false if none has.
+  bool enter(int64_t split) {
+    const int64_t base = split * kSplit;
+    row_begin_ = row_end_ = 0;
+    tokens_begin_ = kSplit, tokens_end_ = 0, common_begin_ = 0, common_end_ = kSplit;
+    for (int64_t r = 0; r < item_.num_rows; ++r) {
+      const int64_t first = first_token(shape_, position(r)) - base, end = position(r) + 1 - base;
+      const int64_t lo = first > 0 ? first : 0, hi = end < kSplit ? end : kSplit;
+      scratch_.bounds[2 * r] = lo, scratch_.bounds[2 * r + 1] = hi;
+      if (lo >= hi) continue;
+      if (row_end_ == 0) row_begin_ = r;
+      row_end_ = r + 1;
+      if (lo < tokens_begin_) tokens_begin_ = lo;
+      if (hi > tokens_end_) tokens_end_ = hi;
+      if (lo > common_begin_) common_begin_ = lo;
+      if (hi < common_end_) common_end_ = hi;
+    }
+    if (row_end_ == 0) return false;
+    common_begin_ = round_up(common_begin_, kPack), common_end_ = common_end_ / kPack * kPack;
+    if (common_begin_ > common_end_) common_begin_ = common_end_ = round_up(common_begin_, kPack);
+    // All rows of a tile read the same blocks.
+    const int32_t* table = step_.block_table + plan_.seqs[rows_[row_begin_]] * step_.max_blocks + split * kSplitBlocks;
+    const size_t offset = step_.layer_offset + static_cast<size_t>(item_.kv_head) * (layout_.k_bytes + layout_.v_bytes);
+    for (int64_t b = tokens_begin_ / kBlock; b * kBlock < tokens_end_; ++b) {
+      const uint8_t* kv = step_.pool + static_cast<size_t>(table[b]) * step_.block_bytes + offset;
+      k_blocks_[b] = reinterpret_cast<const Elem*>(kv);
+      v_blocks_[b] = reinterpret_cast<const Elem*>(kv + layout_.k_bytes);
+    }
+    return true;
+  }
+
+  // scores[head][token] = q . k for every token that some row attends to; the other rows ignore them.
+  void score() {
+    const int64_t num_steps = (shape_.head_dim + kPack - 1) / kPack;
+    const int64_t end = round_up(tokens_end_, kLanes) / kLanes;
+    for (int64_t vec = tokens_begin_ / kLanes; vec < end; vec += kTileVecs) {
+      const int64_t vecs = end - vec < kTileVecs ? end - vec : kTileVecs;
+      const Elem* columns[kTileVecs];
+      for (int64_t c = 0; c < vecs; ++c) {
+        const int64_t token = (vec + c) * kLanes;
+        columns[c] = k_blocks_[token / kBlock] + token % kBlock * kPack;
+      }
+      for_row_chunks(row_begin_ * group_, row_end_ * group_, [&](int64_t m, int64_t rows) {
+        kTiles<K>.score[rows - 1][vecs - 1](scratch_.q + m * ld_q_, ld_q_, columns, num_steps,
+                                            scratch_.scores + m * kSplit + vec * kLanes, kSplit);
+      });
+    }
+  }
+
+  // Scores of one (row, head) to weights p = 2^(score * scale * log2(e) - maximum), in place, as operands of P V.
+  void soften(int64_t r, int64_t m) {
+    const int64_t lo = scratch_.bounds[2 * r], hi = scratch_.bounds[2 * r + 1];
+    float* record = scratch_.record + m * ld_;
+    std::memset(record, 0, static_cast<size_t>(layout_.width) * sizeof(float));
+    if (lo >= hi) return;
+    float* scores = scratch_.scores + m * kSplit;
+    const int64_t begin = lo / kLanes, end = round_up(hi, kLanes) / kLanes;
+    const auto valid = [lo, hi](Vec v, int64_t vec, float fill) {
+      const int64_t from = lo - vec * kLanes, to = hi - vec * kLanes;
+      if (from <= 0 && to >= kLanes) return v;
+      return keep(v, lane(from), lane(to), fill);
+    };
+    float factor = shape_.scale * kLog2E;
+    if (shape_.softcap > 0.0f) {
+      const Vec inner = splat(shape_.scale / shape_.softcap), cap = splat(shape_.softcap);
+      for (int64_t vec = begin; vec < end; ++vec)
+        store(scores + vec * kLanes, tanh(load(scores + vec * kLanes) * inner) * cap);
+      factor = kLog2E;
+    }
+    Vec maxima = splat(-__builtin_inff());
+    for (int64_t vec = begin; vec < end; ++vec)
+      maxima = max(maxima, valid(load(scores + vec * kLanes), vec, -__builtin_inff()));
+    // The maximum is rounded once, here; weights of all splits refer to exactly this number.
+    const float maximum = reduce_max(maxima) * factor;
+    Vec sums = splat(0.0f);
+    const auto weight = [&](int64_t vec) {
+      const Vec power = exp2<K::kExpDegree>(fma(load(scores + vec * kLanes), splat(factor), splat(-maximum)));
+      return valid(power, vec, 0.0f);
+    };
+    if constexpr (K::kRounded) {
+      sums = soften_rounded(scores, begin / 2 * 2, round_up(end, 2), weight);
+    } else {
+      for (int64_t vec = begin; vec < end; ++vec) {
+        const Vec p = weight(vec);
+        store(scores + vec * kLanes, p);
+        sums = sums + p;
+      }
+    }
+    record[layout_.width] = maximum;
+    record[layout_.width + 1] = reduce_sum(sums);
+  }
+
+#if defined(SPOLIA_LEVEL_avx512)
+  // Weights rounded to bf16, two tokens to an operand; their sum is that of the rounded ones, so that they still add to one.
+  template <class Weight>
+  static Vec soften_rounded(float* scores, int64_t begin, int64_t end, const Weight& weight) {
+    Vec sums = splat(0.0f);
+    const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
+    for (int64_t vec = begin; vec < end; vec += 2) {
+      const Vec even = weight(vec), odd = weight(vec + 1);
+      const __m512bh p = _mm512_cvtne2ps_pbh(odd, even);
+      _mm512_storeu_si512(scores + vec * kLanes / 2, (__m512i)p);
+      sums = _mm512_dpbf16_ps(sums, p, ones);
+    }
+    return sums;
+  }
+#endif
+
+  // record[head] = P V over each row's own tokens, in order. Tokens common to all rows go together; those before and after, which a
+  // part of the rows may not see, row by row: what another row may see never enters this row's sum, not even times 0.
+  void weigh() {
+    const auto each_row = [&](auto&& range) {
+      for (int64_t r = row_begin_; r < row_end_; ++r) {
+        const int64_t lo = scratch_.bounds[2 * r], hi = scratch_.bounds[2 * r + 1];
+        if (lo < hi) range(r * group_, (r + 1) * group_, lo, hi);
+      }
+    };
+    each_row([&](int64_t m, int64_t m_end, int64_t lo, int64_t hi) {
+      weigh_tokens(m, m_end, lo, hi < common_begin_ ? hi : common_begin_);
+    });
+    weigh_tokens(row_begin_ * group_, row_end_ * group_, common_begin_, common_end_);
+    each_row([&](int64_t m, int64_t m_end, int64_t lo, int64_t hi) {
+      weigh_tokens(m, m_end, lo > common_end_ ? lo : common_end_, hi);
+    });
+  }
+
+  void weigh_tokens(int64_t m, int64_t m_end, int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    if constexpr (kPack == 2) {
+      if (begin % 2) weigh_half_pair(m, m_end, begin++);
+      if (end % 2 && begin < end) {
+        weigh_steps(m, m_end, begin / 2, end / 2, v_blocks_);
+        weigh_half_pair(m, m_end, end - 1);
+        return;
+      }
+    }
+    weigh_steps(m, m_end, begin / kPack, end / kPack, v_blocks_);
+  }
+
+  // One token whose pair partner must not be read: its V beside zeros.
+  void weigh_half_pair(int64_t m, int64_t m_end, int64_t token) {
+    const int64_t step = token % kBlock / kPack, elems = layout_.width * kPack;
+    const Elem* v = v_blocks_[token / kBlock] + step * elems;
+    Elem* pair = reinterpret_cast<Elem*>(scratch_.pair);
+    for (int64_t i = 0; i < elems; i += 2) {
+      pair[i] = token % 2 ? Elem(0) : v[i];
+      pair[i + 1] = token % 2 ? v[i + 1] : Elem(0);
+    }
+    const Elem* blocks[kSplitBlocks];
+    blocks[token / kBlock] = pair - step * elems;
+    weigh_steps(m, m_end, token / kPack, token / kPack + 1, blocks);
+  }
+
+  void weigh_steps(int64_t m_begin, int64_t m_end, int64_t begin, int64_t end, const Elem* const* blocks) {
+    if (begin >= end) return;
+    const int64_t num_vecs = layout_.width / kLanes;
+    for (int64_t vec = 0; vec < num_vecs; vec += kTileVecs) {
+      const int64_t vecs = num_vecs - vec < kTileVecs ? num_vecs - vec : kTileVecs;
+      for_row_chunks(m_begin, m_end, [&](int64_t m, int64_t rows) {
+        kTiles<K>.weigh[rows - 1][vecs - 1](scratch_.scores + m * kSplit, kSplit, blocks, vec * kLanes, layout_.width, begin,
+                                            end, scratch_.record + m * ld_ + vec * kLanes, ld_);
+      });
+    }
+  }
+
+  // The split's records go to the rows' running state, or to shared scratch.
+  void leave(int64_t split) {
+    for (int64_t r = row_begin_; r < row_end_; ++r) {
+      if (scratch_.bounds[2 * r] >= scratch_.bounds[2 * r + 1]) continue;
+      const int64_t nth = split - first_split(shape_, position(r));
+      for (int64_t g = 0; g < group_; ++g) {
+        const float* record = scratch_.record + (r * group_ + g) * ld_;
+        float* state = scratch_.state + (r * group_ + g) * ld_;
+        if (!item_.whole) state = plan_.records + ((plan_.partials[rows_[r]] + nth) * shape_.num_heads + head(g)) * ld_;
+        if (item_.whole && nth > 0) fold(state, record, layout_.width);
+        else std::memcpy(state, record, static_cast<size_t>(layout_.width + 2) * sizeof(float));
+      }
+    }
+  }
+
+  static int lane(int64_t i) { return static_cast<int>(i < 0 ? 0 : i > kLanes ? kLanes : i); }
+
+  // Cut [begin, end) into chunks of nearly one size that a register tile can take.
+  template <class Visit>
+  static void for_row_chunks(int64_t begin, int64_t end, const Visit& visit) {
+    for (int64_t chunks = (end - begin + kTileRows - 1) / kTileRows; chunks > 0; --chunks) {
+      const int64_t rows = (end - begin + chunks - 1) / chunks;
+      visit(begin, rows);
+      begin += rows;
+    }
+  }
+
+  const AttendShape& shape_;
+  const AttendStep& step_;
+  const Plan& plan_;
+  const Item& item_;
+  const TileScratch scratch_;
+  const Layout layout_;
+  const int32_t* rows_;
+  const int64_t group_, ld_, ld_q_;
+  int64_t row_begin_, row_end_;        // rows of the tile that have tokens in this split
+  int64_t tokens_begin_, tokens_end_;  // tokens that some row attends to
+  int64_t common_begin_, common_end_;  // tokens that all of them attend to, whole pairs
+  const Elem* k_blocks_[kSplitBlocks];
+  const Elem* v_blocks_[kSplitBlocks];
+};
+
+// ---- the table ------------------------------------------------------------------------------------------------------
+
+#define SPOLIA_BY_TYPE(type, call)                               \
+  switch (type) {                                                \
+    case KvType::F32: { using K = Kv<KvType::F32>; call; break; } \
+    case KvType::F16: { using K = Kv<KvType::F16>; call; break; } \
+    case KvType::BF16: { using K = Kv<KvType::BF16>; call; break; } \
+  }
+
+size_t layer_bytes(const AttendShape& shape) {
+  size_t bytes = 0;
+  SPOLIA_BY_TYPE(shape.kv_type, bytes = layout_of<K>(shape).layer_bytes)
+  return bytes;
+}
+
+void store(const AttendShape& shape, const AttendStep& step, int64_t row_begin, int64_t row_end) {
+  SPOLIA_BY_TYPE(shape.kv_type, store_rows<K>(shape, step, row_begin, row_end))
+}
+
+int64_t plan(const AttendShape& shape, const AttendStep& step, uint8_t* shared_scratch) {
+  return Planner(shape, step).write(shared_scratch);
+}
+
+size_t shared_scratch_bytes(const AttendShape& shape, const AttendStep& step) { return Planner(shape, step).bytes(); }
+
+size_t thread_scratch_bytes(const AttendShape& shape) { return TileScratch::bytes(shape); }
+
+void item(const AttendShape& shape, const AttendStep& step, int64_t item, uint8_t* shared_scratch, uint8_t* thread_scratch) {
+  const Plan plan = plan_view(shared_scratch);
+  SPOLIA_BY_TYPE(shape.kv_type, TileWorker<K>(shape, step, plan, plan.items[item], thread_scratch).run())
+}
+
+void merge(const AttendShape& shape, const AttendStep& step, int64_t row_begin, int64_t row_end, uint8_t* shared_scratch) {
+  const Plan plan = plan_view(shared_scratch);
+  const int64_t width = round_up(shape.head_dim, kBlock), ld = record_floats(shape);
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    if (plan.partials[row] < 0) continue;
+    const int64_t position = step.positions[row], count = end_split(position) - first_split(shape, position);
+    for (int64_t h = 0; h < shape.num_heads; ++h) {
+      float* state = plan.records + (plan.partials[row] * shape.num_heads + h) * ld;
+      for (int64_t nth = 1; nth < count; ++nth) fold(state, state + nth * shape.num_heads * ld, width);
+      finish(state, width, shape.head_dim, step.out + row * step.ld_out + h * shape.head_dim);
+    }
+  }
+}
+
+void copy_tokens(const AttendShape& shape, const uint8_t* src_layer, uint8_t* dst_layer, int64_t num_tokens) {
+  SPOLIA_BY_TYPE(shape.kv_type, copy_layer_tokens<K>(shape, src_layer, dst_layer, num_tokens))
+}
+
+}  // namespace
+
+AttendKernels attend_kernels() {
+  return {layer_bytes, store, plan, shared_scratch_bytes, thread_scratch_bytes, item, merge, copy_tokens};
+}
+
+}  // namespace spolia::SPOLIA_LEVEL
