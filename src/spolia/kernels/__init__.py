@@ -1,40 +1,54 @@
 """The ops: what a model computes (`program`), numpy's slow truth (`reference`) and C++ (`cpu`).
 
-Imports no other room. A backend prepares a `Program` once and runs it step by step; `reference` is the oracle of every test.
+Imports no other room. A backend prepares a `Program` once and runs it step by step; `reference` is the oracle of tests.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+import mmap
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spolia.kernels.program import *  # noqa: F403 - all of the contract is public
-from spolia.kernels.program import Backend
-from spolia.kernels.program import __all__ as _program_names
+from spolia.kernels import quants
+from spolia.kernels.program import *  # noqa: F403 - its __all__ is the room's
+from spolia.kernels.program import Backend, Executable, KvDtype, Program
+from spolia.kernels.program import __all__ as _program_all
 
-__all__ = ["BACKENDS", "allocate_pool", "get_backend", *_program_names]
+__all__ = [*_program_all, "BACKENDS", "allocate_pool", "get_backend", "quants"]
 
-BACKENDS = {"cpu": "spolia.kernels.cpu:CpuExecutable", "reference": "spolia.kernels.reference:ReferenceExecutable"}
-"""Where each backend is; imported when it is asked for."""
+
+def _cpu(program: Program, *, kv_dtype: KvDtype, num_threads: int) -> Executable:
+    from spolia.kernels.cpu import CpuExecutable
+
+    return CpuExecutable(program, kv_dtype=kv_dtype, num_threads=num_threads)
+
+
+def _reference(program: Program, *, kv_dtype: KvDtype, num_threads: int) -> Executable:
+    from spolia.kernels.reference import ReferenceExecutable
+
+    return ReferenceExecutable(program, kv_dtype=kv_dtype, num_threads=num_threads)
+
+
+BACKENDS: dict[str, Backend] = {"cpu": _cpu, "reference": _reference}
+"""By name; a backend's code is imported when it is first used."""
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name.
-
+    """
     Raises:
-        ValueError: there is none; says which there are.
+        ValueError: no backend has that name.
     """
     if name not in BACKENDS:
-        raise ValueError(f"backend {name!r} is unknown; there are {', '.join(BACKENDS)}")
-    module, _, attribute = BACKENDS[name].partition(":")
-    backend: Backend = getattr(import_module(module), attribute)
-    return backend
+        raise ValueError(f"backend {name!r}: there are {', '.join(BACKENDS)}")
+    return BACKENDS[name]
 
 
 def allocate_pool(num_blocks: int, block_bytes: int) -> NDArray[np.uint8]:
-    """A zeroed KV pool, uint8 `[num_blocks, block_bytes]`, 64-byte aligned; memory is taken when it is first written."""
-    data = np.zeros(num_blocks * block_bytes + 63, np.uint8)
-    start = -data.ctypes.data % 64
-    return data[start : start + num_blocks * block_bytes].reshape(num_blocks, block_bytes)
+    """Zeroed uint8 `[num_blocks, block_bytes]`, page-aligned; memory is committed as it is first written."""
+    if num_blocks * block_bytes == 0:
+        return np.zeros((num_blocks, block_bytes), np.uint8)
+    memory = mmap.mmap(-1, num_blocks * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8).reshape(num_blocks, block_bytes)

@@ -1,10 +1,10 @@
 """What a model computes, as data: a list of ops over values, which a backend prepares once and then runs.
 
 An architecture file (`models/arch/`) emits a `Program` through a `ProgramBuilder`; a backend (`cpu`, `reference`)
-turns it into an `Executable`. All values are float32 matrices `[num_rows, width]`: a row is one token of one
-sequence in this step. No op mixes rows, except `Attend`, which reads earlier tokens of the same sequence from KV blocks.
-So a row's result is a function of that row and of its sequence's earlier tokens, never of its neighbours
-in the batch (promise 1 of the design).
+turns it into an `Executable`. All values are float32 matrices `[num_rows, width]`: a row is one token of one sequence
+in this step. No op mixes rows, except `Attend`, which reads earlier tokens of the same sequence from KV blocks. So a
+row's result is a function of that row and of its sequence's earlier tokens, never of its neighbours in the batch
+(promise 1 of the design).
 
     tokens -> Embed -> x
     per layer:  RmsNorm -> Linear q,k,v -> Rope -> Attend -> Linear -> Add -> RmsNorm -> Linear -> Glu -> Linear -> Add
@@ -46,6 +46,7 @@ __all__ = [
     "StepInputs",
     "Value",
     "Weight",
+    "inputs",
 ]
 
 BLOCK_SIZE = 16
@@ -88,8 +89,8 @@ class Value:
 class RopeSpec:
     """Rotary embedding of the first `2 * len(inv_freq)` dimensions of each head, rotate-half (NEOX) pairing.
 
-    Dimension i is paired with i + len(inv_freq). Angle = position * inv_freq[i] in float32; cos and sin are multiplied by `scale`
-    (YaRN's and LongRoPE's attention factor). All scaling schemes are folded into `inv_freq` by the model.
+    Dimension i is paired with i + len(inv_freq). Angle = position * inv_freq[i] in float32; cos and sin are multiplied
+    by `scale` (YaRN's and LongRoPE's attention factor). All scaling schemes are folded into `inv_freq` by the model.
 
     Source: Su et al. 2021, RoFormer (arXiv:2104.09864).
     """
@@ -102,7 +103,7 @@ class RopeSpec:
 class CacheLayer:
     """The KV that one attention layer keeps per token, and for how long.
 
-    `window` = W: a token at position p attends to positions (p - W, p], itself included: W tokens. None: to all before it.
+    `window` = W: a token at position p attends to positions (p - W, p]: W tokens, itself included. None: to all.
     """
 
     num_kv_heads: int
@@ -243,6 +244,21 @@ class Logits:
 Op = Embed | RmsNorm | LayerNorm | Linear | Rope | Attend | Glu | Activation | Add | Scale | Logits
 
 
+def inputs(op: Op) -> tuple[Value, ...]:
+    """The values that `op` reads, in the order of its fields."""
+    match op:
+        case Embed():
+            return ()
+        case Attend(q=q, k=k, v=v):
+            return q, k, v
+        case Glu(gate=gate, up=up):
+            return gate, up
+        case Add(a=a, b=b):
+            return a, b
+        case _:
+            return (op.x,)
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """Ops in order of execution; `values` counts the values they write; the last op is `Logits`."""
@@ -301,7 +317,8 @@ class ProgramBuilder:
 
     def rope(self, x: Value, head_dim: int, rope: RopeSpec) -> Value:
         if 2 * len(rope.inv_freq) > head_dim or x.width % head_dim:
-            raise ValueError(f"rope of {2 * len(rope.inv_freq)} dimensions on heads of {head_dim} in a row of {x.width}")
+            turned = 2 * len(rope.inv_freq)
+            raise ValueError(f"rope of {turned} dimensions on heads of {head_dim} in a row of {x.width}")
         out = self._value(x.width)
         self.ops.append(Rope(out, x, head_dim, rope))
         return out
@@ -359,7 +376,7 @@ class ProgramBuilder:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy the first `num_tokens` tokens of block `src` to block `dst`, in all layers of group `group`, before the step."""
+    """Copy the first `num_tokens` tokens of block `src` to `dst`, in all layers of `group`, before the step."""
 
     group: int
     src: int
@@ -371,9 +388,9 @@ class BlockCopy:
 class StepInputs:
     """One step's rows, grouped by sequence.
 
-    Sequence s owns rows [row_starts[s], row_starts[s + 1]); its rows are consecutive positions. The KV of position p lies in
-    block `block_tables[g][s, p // 16]` at offset p % 16, for each group g. A window group's table may hold -1 for
-    blocks that lie wholly outside the window of the sequence's first row of this step; they are never read.
+    Sequence s owns rows [row_starts[s], row_starts[s + 1]), at least one; its rows are consecutive positions. The KV of
+    position p lies in block `block_tables[g][s, p // 16]` at offset p % 16, for each group g. A window group's table may
+    hold -1 for blocks that lie wholly outside the window of the sequence's first row of this step; they are never read.
 
     Attributes:
         token_ids: int32 `[num_rows]`.
@@ -401,6 +418,10 @@ class Executable(Protocol):
     @property
     def num_threads(self) -> int: ...
 
+    @property
+    def numerics(self) -> str:
+        """Names the arithmetic: executables of one program and kv_dtype that agree in it compute the same bits."""
+
     def set_num_threads(self, num_threads: int) -> None:
         """Results do not depend on it."""
 
@@ -408,12 +429,12 @@ class Executable(Protocol):
         """Bytes of one block of `group`: 16 tokens of all its layers, contiguous."""
 
     def bind_kv(self, pools: Sequence[NDArray[np.uint8]]) -> None:
-        """Use these pools, one uint8 `[num_blocks, block_bytes(group)]` a group, until the next call. Kept by reference."""
+        """Use these pools, one uint8 `[num_blocks, block_bytes(group)]` a group, until the next call; kept alive."""
 
     def run(self, step: StepInputs, logits: NDArray[np.float32]) -> None:
         """Run one step and write `logits` `[num_logit_rows, vocab_size]`; KV of all rows is in the pools afterwards.
 
-        Releases the GIL while computing. Block ids and token ids are checked against the pools and the vocabulary first.
+        Releases the GIL while computing. Block and token ids are checked against pools and vocabulary first.
 
         Raises:
             ValueError: an id out of range or arrays of the wrong shape; nothing was computed.

@@ -7,6 +7,7 @@
 
 namespace nb = nanobind;
 
+void bind_executable(nb::module_& m);
 void bind_rowwise(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_attend(nb::module_& m);
@@ -19,6 +20,7 @@ NB_MODULE(_cpu, m) {
   }, "Names of the ISA levels that this CPU has, best first.");
   m.def("level", [](const std::string& name) { return std::string(spolia::kernels(name).name); }, nb::arg("name") = "",
         "The level that is used for `name`; '' is the one that SPOLIA_ISA names, else the best.");
+  bind_executable(m);
   bind_rowwise(m);
 #if __has_include("bind_linear.cpp")
   bind_linear(m);

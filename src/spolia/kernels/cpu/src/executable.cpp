@@ -1,0 +1,358 @@
+#include "executable.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace spolia {
+namespace {
+
+constexpr int64_t kTile = 16;                     // output columns that a packed matrix is cut by
+constexpr int64_t kChunksPerThread = 4;           // how finely work is cut: late threads wait less, early ones count more
+constexpr size_t kRowBlockBytes = size_t{256} << 10;  // prepared rows that stay in a core's L2 while tiles pass
+constexpr int64_t kRowMultiple = 16;              // row blocks are whole numbers of these, but the last
+
+size_t align(size_t bytes, size_t to = 64) { return (bytes + to - 1) / to * to; }
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool same_shape(const AttendLayer& a, const AttendLayer& b) {
+  return a.group == b.group && a.shape.kv_type == b.shape.kv_type && a.shape.num_heads == b.shape.num_heads &&
+         a.shape.num_kv_heads == b.shape.num_kv_heads && a.shape.head_dim == b.shape.head_dim &&
+         a.shape.window == b.shape.window;
+}
+
+[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
+
+void check_range(const char* name, int64_t index, int64_t value, int64_t limit) {
+  if (value < 0 || value >= limit)
+    refuse(std::string(name) + "[" + std::to_string(index) + "] = " + std::to_string(value) + " is not in [0, " + std::to_string(limit) + ")");
+}
+
+}  // namespace
+
+Executable::Executable(Plan plan, const Kernels& kernels, int64_t vocab_size, int num_threads)
+    : plan_(std::move(plan)), kernels_(kernels), vocab_size_(vocab_size), threads_(std::make_unique<Threads>(num_threads)) {
+  layer_offsets_.resize(plan_.layers.size());
+  for (const std::vector<int>& group : plan_.groups) {
+    size_t offset = 0;
+    for (int layer : group) {
+      layer_offsets_[layer] = offset;
+      offset += kernels_.attend.layer_bytes(plan_.layers[layer].shape);
+    }
+    block_bytes_.push_back(offset);
+  }
+  for (const Stage& stage : plan_.stages) {
+    first_counter_.push_back(num_counters_);
+    num_counters_ += 2 + int(stage.attends.size());
+  }
+  counters_ = std::make_unique<Counter[]>(num_counters_ + 1);
+  views_.resize(plan_.buffers.size());
+  attend_steps_.resize(plan_.layers.size());
+  shared_scratch_.resize(plan_.layers.size());
+  num_attend_items_.resize(plan_.layers.size());
+  profile_.resize(2 * plan_.stages.size());
+  pack();
+}
+
+// Items [0, num_items) of a part, each to one thread: body(item).
+template <class Body>
+void Executable::share(Counter& counter, int64_t num_items, int thread, Body body) {
+  if (num_items <= threads_->size()) {  // not worth a shared counter
+    if (thread < num_items) body(thread);
+    return;
+  }
+  for (int64_t item; (item = counter.next.fetch_add(1, std::memory_order_relaxed)) < num_items;) body(item);
+}
+
+void Executable::pack() {
+  constexpr int64_t kTilesPerItem = 16;
+  size_t num_bytes = 0;
+  std::vector<int64_t> first_item;
+  int64_t num_items = 0;
+  std::vector<size_t> offsets;
+  for (const Matrix& matrix : plan_.matrices) {
+    offsets.push_back(num_bytes);
+    first_item.push_back(num_items);
+    num_bytes += align(kernels_.linear.packed_bytes(matrix.type, matrix.n, matrix.k));
+    num_items += ceil_div(ceil_div(matrix.n, kTile), kTilesPerItem);
+  }
+  packed_memory_ = Memory(num_bytes);
+  for (size_t i = 0; i < plan_.matrices.size(); ++i) {
+    const Matrix& matrix = plan_.matrices[i];
+    packed_.push_back({matrix.type, matrix.n, matrix.k, packed_memory_.data() + offsets[i]});
+  }
+  Counter counter;
+  auto job = [&](int thread) {
+    share(counter, num_items, thread, [&](int64_t item) {
+      const size_t i = size_t(std::upper_bound(first_item.begin(), first_item.end(), item) - first_item.begin()) - 1;
+      const Matrix& matrix = plan_.matrices[i];
+      const int64_t begin = (item - first_item[i]) * kTilesPerItem;
+      const int64_t end = std::min(begin + kTilesPerItem, ceil_div(matrix.n, kTile));
+      kernels_.linear.pack(matrix.type, matrix.data, matrix.row_bytes, matrix.n, matrix.k, begin, end,
+                           packed_memory_.data() + offsets[i]);
+    });
+  };
+  threads_->run(job);
+}
+
+void Executable::check(const Step& step) const {
+  for (const Matrix& table : plan_.tables)
+    for (int64_t i = 0; i < step.num_rows; ++i) check_range("token_ids", i, step.token_ids[i], table.n);
+  if (step.row_starts[0] != 0 || step.row_starts[step.num_seqs] != step.num_rows)
+    refuse("row_starts go from " + std::to_string(step.row_starts[0]) + " to " +
+           std::to_string(step.row_starts[step.num_seqs]) + ", not from 0 to num_rows = " + std::to_string(step.num_rows));
+  for (int64_t s = 0; s < step.num_seqs; ++s) {
+    const int64_t begin = step.row_starts[s], end = step.row_starts[s + 1];
+    if (end <= begin || end > step.num_rows)
+      refuse("row_starts[" + std::to_string(s + 1) + "] = " + std::to_string(end) + " after " + std::to_string(begin) +
+             ": a sequence has at least one row");
+    if (step.positions[begin] < 0)
+      refuse("positions[" + std::to_string(begin) + "] = " + std::to_string(step.positions[begin]) + " is negative");
+    for (int64_t i = begin + 1; i < end; ++i)
+      if (step.positions[i] != step.positions[begin] + (i - begin))
+        refuse("positions[" + std::to_string(i) + "] = " + std::to_string(step.positions[i]) + " does not follow " +
+               std::to_string(step.positions[i - 1]) + " in the same sequence");
+  }
+  for (int64_t i = 0; i < step.num_logit_rows; ++i) {
+    check_range("logit_rows", i, step.logit_rows[i], step.num_rows);
+    if (i > 0 && step.logit_rows[i] <= step.logit_rows[i - 1])
+      refuse("logit_rows[" + std::to_string(i) + "] = " + std::to_string(step.logit_rows[i]) + " is not above the one before");
+  }
+  if (pools_.size() != plan_.groups.size()) refuse("no KV pools: call bind_kv first");
+  if (step.block_tables.size() != plan_.groups.size())
+    refuse(std::to_string(step.block_tables.size()) + " block tables for " + std::to_string(plan_.groups.size()) + " cache groups");
+  for (size_t g = 0; g < plan_.groups.size(); ++g) {
+    const BlockTable& table = step.block_tables[g];
+    const int64_t window = plan_.layers[plan_.groups[g].front()].shape.window;
+    const std::string name = "block_tables[" + std::to_string(g) + "]";
+    for (int64_t s = 0; s < step.num_seqs; ++s) {
+      const int64_t first = step.positions[step.row_starts[s]], last = step.positions[step.row_starts[s + 1] - 1];
+      const int64_t begin = window > 0 ? std::max<int64_t>(0, first - window + 1) / kBlock : 0;
+      if (last / kBlock >= table.max_blocks)
+        refuse(name + " has " + std::to_string(table.max_blocks) + " blocks a sequence; position " + std::to_string(last) + " needs more");
+      const std::string row = name + "[" + std::to_string(s) + "]";
+      for (int64_t b = begin; b <= last / kBlock; ++b)
+        check_range(row.c_str(), b, table.data[s * table.max_blocks + b], pools_[g].num_blocks);
+    }
+  }
+  for (size_t i = 0; i < step.copies.size(); ++i) {
+    const BlockCopy& copy = step.copies[i];
+    check_range("copies.group", int64_t(i), copy.group, int64_t(plan_.groups.size()));
+    check_range("copies.src", int64_t(i), copy.src, pools_[copy.group].num_blocks);
+    check_range("copies.dst", int64_t(i), copy.dst, pools_[copy.group].num_blocks);
+    check_range("copies.num_tokens", int64_t(i), copy.num_tokens, kBlock + 1);
+  }
+}
+
+void Executable::run(const Step& step) {
+  place_buffers(step);
+  for (int i = 0; i < num_counters_ + 1; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
+  auto job = [&](int thread) { work(step, thread); };
+  threads_->run(job);
+}
+
+std::vector<double> Executable::take_profile() {
+  std::vector<double> taken(profile_.size());
+  std::swap(taken, profile_);
+  return taken;
+}
+
+void Executable::place_buffers(const Step& step) {
+  const int64_t num_rows[] = {step.num_rows, step.num_logit_rows, threads_->size()};
+  for (Domain domain : {Domain::Step, Domain::Logits})
+    arenas_[int(domain)].reserve(plan_.arena_row_bytes[int(domain)] * size_t(num_rows[int(domain)]));
+
+  // A thread's arena ends with its scratch for attention; a page apart, so that no two threads write to one.
+  thread_scratch_bytes_ = 0;
+  for (const AttendLayer& layer : plan_.layers)
+    thread_scratch_bytes_ = std::max(thread_scratch_bytes_, kernels_.attend.thread_scratch_bytes(layer.shape));
+  const size_t rows_bytes = plan_.arena_row_bytes[int(Domain::Thread)];
+  const size_t thread_bytes = align(rows_bytes + thread_scratch_bytes_, 4096);
+  arenas_[int(Domain::Thread)].reserve(thread_bytes * size_t(threads_->size()));
+  thread_scratch_ = arenas_[int(Domain::Thread)].data() + rows_bytes;
+  thread_scratch_bytes_ = thread_bytes;
+
+  for (size_t i = 0; i < plan_.buffers.size(); ++i) {
+    const Buffer& buffer = plan_.buffers[i];
+    uint8_t* arena = arenas_[int(buffer.domain)].data();
+    if (buffer.domain == Domain::Thread) views_[i] = {arena + buffer.offset, 0, thread_bytes};
+    else views_[i] = {arena + buffer.offset * size_t(num_rows[int(buffer.domain)]), buffer.row_bytes, 0};
+  }
+
+  for (size_t i = 0; i < plan_.layers.size(); ++i) {
+    const AttendLayer& layer = plan_.layers[i];
+    const BlockTable& table = step.block_tables[layer.group];
+    attend_steps_[i] = {pools_[layer.group].data, block_bytes_[layer.group], layer_offsets_[i], table.data,
+                        table.max_blocks, step.row_starts, step.positions, step.num_seqs,
+                        floats(layer.q, 0), stride(layer.q), floats(layer.k, 0), stride(layer.k),
+                        floats(layer.v, 0), stride(layer.v), floats(layer.out, 0), stride(layer.out)};
+  }
+
+  // Layers of one shape and group share their plan of work items and, one after the other, the scratch behind it.
+  // A layer's `source` is the first one like it.
+  std::vector<size_t> source(plan_.layers.size()), offsets(plan_.layers.size());
+  size_t scratch_bytes = 0;
+  for (size_t i = 0; i < plan_.layers.size(); ++i) {
+    source[i] = 0;
+    while (!same_shape(plan_.layers[source[i]], plan_.layers[i])) ++source[i];
+    if (source[i] != i) continue;
+    offsets[i] = scratch_bytes;
+    scratch_bytes += align(kernels_.attend.shared_scratch_bytes(plan_.layers[i].shape, attend_steps_[i]));
+  }
+  scratch_.reserve(scratch_bytes);
+  for (size_t i = 0; i < plan_.layers.size(); ++i) {
+    shared_scratch_[i] = scratch_.data() + offsets[source[i]];
+    num_attend_items_[i] = source[i] == i ? kernels_.attend.plan(plan_.layers[i].shape, attend_steps_[i], shared_scratch_[i])
+                                          : num_attend_items_[source[i]];
+  }
+}
+
+void Executable::copy_blocks(const Step& step, int thread) {
+  share(counters_[num_counters_], int64_t(plan_.layers.size()), thread, [&](int64_t i) {
+    const AttendLayer& layer = plan_.layers[i];
+    for (const BlockCopy& copy : step.copies) {
+      if (copy.group != layer.group) continue;
+      uint8_t* pool = pools_[copy.group].data + layer_offsets_[i];
+      kernels_.attend.copy_tokens(layer.shape, pool + size_t(copy.src) * block_bytes_[copy.group],
+                                  pool + size_t(copy.dst) * block_bytes_[copy.group], copy.num_tokens);
+    }
+  });
+  threads_->barrier();
+}
+
+void Executable::work(const Step& step, int thread) {
+  using Clock = std::chrono::steady_clock;
+  const bool timed = profiling && thread == 0;
+  Clock::time_point before;
+  if (timed) before = Clock::now();
+  auto meet = [&](size_t part) {
+    threads_->barrier();
+    if (!timed) return;
+    const Clock::time_point now = Clock::now();
+    profile_[part] += std::chrono::duration<double>(now - before).count();
+    before = now;
+  };
+
+  if (!step.copies.empty()) copy_blocks(step, thread);
+  for (size_t i = 0; i < plan_.stages.size(); ++i) {
+    const Stage& stage = plan_.stages[i];
+    if (stage.domain == Domain::Logits && step.num_logit_rows == 0) break;
+    Counter* counters = &counters_[first_counter_[i]];
+    row_part(step, stage, counters[0], thread);
+    meet(2 * i);
+    multiply(step, stage, counters[1], thread);
+    attend(stage, counters + 2, thread);
+    meet(2 * i + 1);
+  }
+}
+
+void Executable::row_part(const Step& step, const Stage& stage, Counter& counter, int thread) {
+  const bool of_logits = stage.domain == Domain::Logits;
+  const int64_t num_rows = of_logits ? step.num_logit_rows : step.num_rows;
+  // Few rows go out one by one; many in whole blocks, so that no two threads store to one.
+  int64_t chunk = std::max<int64_t>(1, num_rows / (threads_->size() * kChunksPerThread));
+  if (chunk > kBlock) chunk = chunk / kBlock * kBlock;
+  share(counter, ceil_div(num_rows, chunk), thread, [&](int64_t item) {
+    const int64_t begin = item * chunk, end = std::min(begin + chunk, num_rows);
+    if (!of_logits)
+      for (int i : stage.merges) kernels_.attend.merge(plan_.layers[i].shape, attend_steps_[i], begin, end, shared_scratch_[i]);
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t step_row = of_logits ? step.logit_rows[row] : row;
+      if (of_logits)
+        for (int i : stage.merges)
+          kernels_.attend.merge(plan_.layers[i].shape, attend_steps_[i], step_row, step_row + 1, shared_scratch_[i]);
+      for (const RowOp& op : stage.row_ops) row_op(op, step, row, step_row, thread);
+    }
+    for (int i : stage.stores) kernels_.attend.store(plan_.layers[i].shape, attend_steps_[i], begin, end);
+  });
+}
+
+void Executable::row_op(const RowOp& op, const Step& step, int64_t row, int64_t step_row, int thread) {
+  const RowwiseKernels& k = kernels_.rowwise;
+  float* out = floats(op.out, row, thread);
+  auto in = [&](int buffer) { return floats(buffer, row, thread); };
+  switch (op.kind) {
+    case RowOpKind::RopeTable: {
+      const Rope& rope = plan_.ropes[op.index];
+      const size_t half = rope.inv_freq.size();
+      for (size_t i = 0; i < half; ++i) {
+        const float angle = float(step.positions[step_row]) * rope.inv_freq[i];
+        out[i] = std::cos(angle) * rope.scale;
+        out[half + i] = std::sin(angle) * rope.scale;
+      }
+      break;
+    }
+    case RowOpKind::Embed: {
+      const Matrix& table = plan_.tables[op.index];
+      const uint8_t* entry = table.data + size_t(step.token_ids[step_row]) * table.row_bytes;
+      kernels_.linear.dequantize_row(table.type, entry, table.k, op.factor, out);
+      break;
+    }
+    case RowOpKind::Gather: std::memcpy(out, floats(op.a, step_row), size_t(op.width) * sizeof(float)); break;
+    case RowOpKind::RmsNorm: k.rms_norm(in(op.a), vector(op.weight), op.width, op.group, op.factor, out); break;
+    case RowOpKind::LayerNorm: k.layer_norm(in(op.a), vector(op.weight), vector(op.bias), op.width, op.factor, out); break;
+    case RowOpKind::Rope: k.rope(in(op.a), in(op.b), in(op.b) + op.half, op.half, op.group, op.width, out); break;
+    case RowOpKind::Glu: k.glu(in(op.a), in(op.b), op.width, op.act, out); break;
+    case RowOpKind::Activation: k.activation(in(op.a), op.width, op.act, out); break;
+    case RowOpKind::Add: k.add(in(op.a), in(op.b), op.width, out); break;
+    case RowOpKind::Scale: k.scale(in(op.a), op.factor, op.width, out); break;
+    case RowOpKind::Prepare:
+      kernels_.linear.prepare_row(op.row_kind, in(op.a), op.width, reinterpret_cast<uint8_t*>(out));
+      break;
+  }
+}
+
+// All products of the stage, cut into blocks of rows by chunks of tiles.
+void Executable::multiply(const Step& step, const Stage& stage, Counter& counter, int thread) {
+  if (stage.matmuls.empty()) return;
+  const int64_t num_rows = stage.domain == Domain::Logits ? step.num_logit_rows : step.num_rows;
+  int64_t num_tiles = 0;
+  for (const Matmul& matmul : stage.matmuls) num_tiles += ceil_div(packed_[matmul.matrix].n, kTile);
+  const int64_t chunk = std::max<int64_t>(1, num_tiles / (threads_->size() * kChunksPerThread));
+
+  auto row_block = [&](const Matmul& matmul) {
+    const int64_t most = std::max<int64_t>(kRowMultiple, int64_t(kRowBlockBytes / views_[matmul.rows].row_stride));
+    const int64_t even = ceil_div(num_rows, ceil_div(num_rows, most));
+    return ceil_div(even, kRowMultiple) * kRowMultiple;
+  };
+  auto num_items_of = [&](const Matmul& matmul) {
+    return ceil_div(num_rows, row_block(matmul)) * ceil_div(ceil_div(packed_[matmul.matrix].n, kTile), chunk);
+  };
+  int64_t num_items = 0;
+  for (const Matmul& matmul : stage.matmuls) num_items += num_items_of(matmul);
+
+  share(counter, num_items, thread, [&](int64_t item) {
+    const Matmul* matmul = stage.matmuls.data();
+    for (; item >= num_items_of(*matmul); ++matmul) item -= num_items_of(*matmul);
+    const Packed& packed = packed_[matmul->matrix];
+    const int64_t tiles = ceil_div(packed.n, kTile), chunks = ceil_div(tiles, chunk), rows = row_block(*matmul);
+    const int64_t row = item / chunks * rows, tile = item % chunks * chunk;
+    const int64_t last_row = std::min(row + rows, num_rows), last_tile = std::min(tile + chunk, tiles);
+
+    const int64_t ld_out = matmul->out < 0 ? vocab_size_ : stride(matmul->out);
+    float* out = matmul->out < 0 ? step.logits + row * ld_out : floats(matmul->out, row);
+    Epilogue epilogue{vector(matmul->bias), nullptr, 0};
+    if (matmul->residual >= 0) epilogue = {epilogue.bias, floats(matmul->residual, row), stride(matmul->residual)};
+    kernels_.linear.run(packed, views_[matmul->rows].base + size_t(row) * views_[matmul->rows].row_stride,
+                        last_row - row, out, ld_out, epilogue, tile, last_tile);
+    if (matmul->scale != 1.0f || matmul->softcap != 0.0f)
+      for (int64_t i = 0; i < last_row - row; ++i)
+        kernels_.rowwise.softcap(out + i * ld_out + tile * kTile, std::min(last_tile * kTile, packed.n) - tile * kTile,
+                                 matmul->scale, matmul->softcap);
+  });
+}
+
+void Executable::attend(const Stage& stage, Counter* counters, int thread) {
+  for (size_t n = 0; n < stage.attends.size(); ++n) {
+    const int i = stage.attends[n];
+    share(counters[n], num_attend_items_[i], thread, [&](int64_t item) {
+      kernels_.attend.item(plan_.layers[i].shape, attend_steps_[i], item, shared_scratch_[i],
+                           thread_scratch_ + size_t(thread) * thread_scratch_bytes_);
+    });
+  }
+}
+
+}  // namespace spolia
