@@ -1,0 +1,146 @@
+"""A fixed pool of KV blocks of one group, and who holds each.
+
+The pool deals in block ids and never touches tensors. A block has two kinds of holder, counted apart:
+leases (running sequences, which read and write it) and tree nodes (which keep it for later). They make its state:
+
+                take                     release, and no node keeps it
+      free ───────────────▶ leased ────────────────────────────────────▶ free
+                            ▲    │ release, but a node keeps it
+                       hold │    ▼
+                            cached ── drop by the last node ───────────▶ free
+
+Invariant: free + cached + leased == num_blocks, kept as plain integers; an id is on the free list, once, exactly when
+nobody holds it; see `check`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import BlockNotHeldError, Bug
+from .int_buffer import Ids
+
+__all__ = ["BlockPool", "Ledger"]
+
+Counts: TypeAlias = NDArray[np.int32]
+"""Holders, by block id or in the order of the ids asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where the blocks of one group are: `free + cached + leased == total`."""
+
+    free: int
+    cached: int
+    leased: int
+    total: int
+
+
+class BlockPool:
+    """Holder counts of ids in [0, num_blocks). One engine loop owns it; not thread-safe.
+
+    Every method takes an array of distinct ids and costs one pass of numpy over it.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.num_cached = 0
+        self.num_leased = 0
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack: [0, num_free) are the free ids
+        self._leases = np.zeros(num_blocks, np.int32)
+        self._nodes = np.zeros(num_blocks, np.int32)
+
+    def take(self, count: int) -> Ids | None:
+        """Lease `count` free blocks; None, taking nothing, if fewer are free."""
+        if count > self.num_free:
+            return None
+        self.num_free -= count
+        self.num_leased += count
+        ids = self._free[self.num_free : self.num_free + count][::-1].copy()
+        self._leases[ids] = 1
+        return ids
+
+    def hold(self, ids: Ids) -> None:
+        """Add a lease to blocks that somebody already holds."""
+        leases = self._add_holder(self._leases, ids)
+        num_woken = int(np.count_nonzero(leases == 1))
+        self.num_cached -= num_woken
+        self.num_leased += num_woken
+
+    def release(self, ids: Ids) -> None:
+        """Remove a lease from each block: the last one leaves it cached if a node keeps it, else free.
+
+        Raises:
+            BlockNotHeldError: at a double free, where the bug is, not when the pool runs dry.
+        """
+        idle = self._remove_holder(self._leases, ids)
+        unkept = idle[self._nodes[idle] == 0]
+        self.num_leased -= len(idle)
+        self.num_cached += len(idle) - len(unkept)
+        self._put_back(unkept)
+
+    def keep(self, ids: Ids) -> None:
+        """Let one more tree node keep blocks that somebody already holds."""
+        self._add_holder(self._nodes, ids)
+
+    def drop(self, ids: Ids) -> None:
+        """Let one tree node give up blocks: those that no other node or lease holds are free.
+
+        Raises:
+            BlockNotHeldError: if no node keeps one of them.
+        """
+        unkept = self._remove_holder(self._nodes, ids)
+        idle = unkept[self._leases[unkept] == 0]
+        self.num_cached -= len(idle)
+        self._put_back(idle)
+
+    def num_leases(self, ids: Ids) -> Counts:
+        """Leases of each block."""
+        leases: Counts = self._leases[ids]
+        return leases
+
+    def ledger(self) -> Ledger:
+        """The books, balanced.
+
+        Raises:
+            Bug: if they do not balance.
+        """
+        if self.num_free + self.num_cached + self.num_leased != self.num_blocks:
+            parts = f"{self.num_free} free + {self.num_cached} cached + {self.num_leased} leased"
+            raise Bug(f"the ledger does not balance: {parts} != {self.num_blocks} blocks")
+        return Ledger(self.num_free, self.num_cached, self.num_leased, self.num_blocks)
+
+    def check(self, leases: Counts, nodes: Counts) -> None:
+        """Assert the invariants, and that the caller's recount, `leases` and `nodes` `[num_blocks]`, agrees."""
+        assert (self._leases == leases).all(), "lease counts differ from a recount"
+        assert (self._nodes == nodes).all(), "node counts differ from a recount"
+        free = np.sort(self._free[: self.num_free])
+        assert (free == np.flatnonzero((leases == 0) & (nodes == 0))).all(), "free list != blocks without holder"
+        assert self.num_leased == np.count_nonzero(leases)
+        assert self.num_cached == np.count_nonzero((leases == 0) & (nodes > 0))
+        self.ledger()
+
+    def _add_holder(self, counts: Counts, ids: Ids) -> Counts:
+        if ((self._leases[ids] + self._nodes[ids]) == 0).any():
+            raise BlockNotHeldError(f"blocks {ids.tolist()}: a free one can only be taken, not held or kept")
+        increased: Counts = counts[ids] + 1
+        counts[ids] = increased
+        return increased
+
+    def _remove_holder(self, counts: Counts, ids: Ids) -> Ids:
+        """Returns those ids whose count reaches zero."""
+        decreased: Counts = counts[ids] - 1
+        if (decreased < 0).any():
+            raise BlockNotHeldError(f"blocks {ids[decreased < 0].tolist()} were given up more often than taken")
+        counts[ids] = decreased
+        unheld: Ids = ids[decreased == 0]
+        return unheld
+
+    def _put_back(self, ids: Ids) -> None:
+        self._free[self.num_free : self.num_free + len(ids)] = ids
+        self.num_free += len(ids)

@@ -1,0 +1,475 @@
+"""The KV cache: what the engine talks to. See `KVCache`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..errors import Bug, LeaseError
+from .block_pool import BlockPool, Ledger
+from .events import EventBatch, EventLog, Stored
+from .eviction import Evictor
+from .explain import Eviction, Explanation, MissReason, PrefixHit
+from .int_buffer import Ids, IntBuffer
+from .lease import BlockCopy, Lease
+from .radix_tree import Cursor, RadixNode, RadixTree
+from .retention import Lru, Retention, RetentionPolicy
+from .stats import CacheStats
+
+__all__ = ["GroupSpec", "KVCache", "Snapshot"]
+
+NUM_SHOWN_TOKENS = 8
+"""Tokens of the other continuation that an explanation carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Layers with one need: `num_blocks` in their pool, and how far back a token looks.
+
+    `window` = W: a token at position p attends to positions (p - W, p], itself included. None: to all before it.
+    """
+
+    num_blocks: int
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1:
+            raise ValueError(f"num_blocks is {self.num_blocks}; at least 1")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}; at least 1, or None for full attention")
+
+
+class Snapshot(NamedTuple):
+    """The tree as if it had just been stored, and the number of the first event after it."""
+
+    stored: tuple[Stored, ...]
+    next_sequence_number: int
+
+
+class KVCache:
+    """Who has computed what, in which blocks: a radix tree per namespace over one block pool per group.
+
+    A sequence's life:
+
+        lease = cache.open(namespace, prompt_ids)        what is known is held: num_computed_tokens = hit.num_tokens
+        repeat  copies = cache.grow(lease, stop)         slots for tokens [0, stop); None: no room, nothing taken
+                run the copies in order, then the step: it writes tokens [num_computed_tokens, stop)
+                cache.commit(lease, new_ids)             visible to others from now on
+        lease.close()                                    stays in the tree until retention gives it up
+
+    `num_computed_tokens <= num_reserved_tokens` always. A sequence that is aborted or preempted just closes its lease:
+    what was committed stays, what was only reserved is free, and copies that its last `grow` asked for must be dropped.
+
+    Promises
+      * A committed slot is never written again; a block has at most one writer.
+      * What a lease holds is neither evicted nor moved.
+      * A lease that is alone gets all the blocks that `blocks_needed` says, whatever is cached.
+
+    Ids only: the engine owns the memory. One engine loop owns the cache; not thread-safe. `clock` is called when leases
+    open and close and when something is evicted.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        *,
+        clock: Callable[[], float],
+        policy: RetentionPolicy | None = None,
+        block_size: int = 16,
+        event_capacity: int = 4_096,
+    ) -> None:
+        if not groups:
+            raise ValueError("groups is empty; a model without attention needs no KV cache")
+        windows = [group.window for group in groups]
+        self.groups = tuple(groups)
+        self.block_size = block_size
+        self.stats = CacheStats()
+        self._pools = [BlockPool(group.num_blocks) for group in groups]
+        self._retention = Retention(policy or Lru(), clock, windows)
+        self._events = EventLog(event_capacity)
+        self._tree = RadixTree(self._pools, windows, block_size, self._retention, self._events)
+        self._evictor = Evictor(self._tree, self._retention, self._events, self.stats)
+        self._leases: set[Lease] = set()
+
+    # -- The life of a sequence ----------------------------------------------------------------------------------------
+
+    def probe(self, namespace: bytes, token_ids: ArrayLike) -> int:
+        """How many tokens `open` would reuse now. No side effects."""
+        ids = _as_ids(token_ids)
+        path, length = self._tree.match(namespace, ids)
+        return self._tree.usable(path, min(length, max(0, len(ids) - 1)))
+
+    def open(self, namespace: bytes, token_ids: ArrayLike, *, resumed: bool = False) -> Lease:
+        """Find the longest usable prefix and hold it. Never fails: no hit is a hit of 0 tokens.
+
+        At most `len(token_ids) - 1` tokens are reused, since somebody wants the logits of the last.
+
+        Args:
+            resumed: this sequence ran before and was preempted; its tokens are counted apart.
+        """
+        path, hit = self._look_up(namespace, _as_ids(token_ids))
+        root = self._tree.open_root(namespace)
+        node = path[-1] if path else root
+        cursor = Cursor(node, hit.num_tokens)
+        node.cursors.append(cursor)
+        stop = self._tree.num_blocks(hit.num_tokens)
+        tables, first_blocks = [], []
+        for group, pool in enumerate(self._pools):
+            first = min(stop, self._tree.first_needed_block(group, hit.num_tokens))
+            table = IntBuffer(self._tree.path_blocks(path, group, first, stop))
+            pool.hold(table.view)
+            if first > 0:
+                held = table.view
+                table = IntBuffer(np.full(stop, -1, np.int32))
+                table.view[first:] = held
+            tables.append(table)
+            first_blocks.append(first)
+        lease = Lease(self, hit, cursor, tables, first_blocks)
+        self._leases.add(lease)
+        for used in path:
+            used.num_hits += 1
+        self._retention.touch(path)
+        self._count(hit, resumed)
+        return lease
+
+    def grow(self, lease: Lease, num_tokens: int) -> list[BlockCopy] | None:
+        """Reserve slots for tokens [0, num_tokens), evicting if need be.
+
+        If the sequence would write into a block of another's, it gets one of its own, and the copies that bring the
+        shared tokens there are returned: run them, in the order of the calls, before the step.
+
+        Returns:
+            Copies to run, often none; or None, having taken nothing, if there is no room.
+        """
+        self._require(lease)
+        if num_tokens <= lease.num_reserved_tokens:
+            return []
+        num_new = self._tree.num_blocks(num_tokens) - self._tree.num_blocks(lease.num_reserved_tokens)
+        room = all(num_new <= pool.num_free + pool.num_cached for pool in self._pools) and (
+            self._evictor.make_room(self._num_to_take(lease, num_new))
+            # What is left may be tied up in a second copy of this lease's last block.
+            or (self._claim_tail(lease) and self._evictor.make_room(self._num_to_take(lease, num_new)))
+        )
+        if not room:
+            self.stats.num_refused_grows += 1
+            return None
+        copies: list[BlockCopy] = []
+        for group, count in enumerate(self._num_to_take(lease, num_new)):
+            ids = self._pools[group].take(count)
+            if ids is None:
+                raise Bug(f"group {group} has fewer than {count} free blocks after room was made")
+            table = lease.tables[group]
+            if count > num_new:
+                shared, ids = table.view[-1:].copy(), np.roll(ids, -1)
+                table.view[-1] = ids[-1]
+                lease.borrowed.append((group, shared))
+                num_copied = lease.num_computed_tokens % self.block_size
+                copies.append(BlockCopy(group, shared.item(), ids.item(-1), num_copied))
+            table.extend(ids[:num_new])
+        lease.tail_is_shared = False
+        lease.num_reserved_tokens = lease.tables[0].size * self.block_size
+        self.stats.num_copied_blocks += len(copies)
+        return copies
+
+    def commit(self, lease: Lease, token_ids: ArrayLike) -> None:
+        """The KV of `token_ids`, the tokens that follow `num_computed_tokens`, is in the lease's blocks: share it.
+
+        O(new tokens). In a window group, blocks outside the next token's window are let go. Where somebody else has
+        committed the same tokens meanwhile, the lease's copies may be exchanged for theirs, which are equal to the bit.
+
+        Raises:
+            LeaseError: if it has not reserved so many slots.
+        """
+        self._require(lease)
+        ids = _as_ids(token_ids)
+        cursor = lease.cursor
+        if cursor.position + len(ids) > lease.num_reserved_tokens:
+            reserved = f"only {lease.num_reserved_tokens} are reserved; grow the lease first"
+            raise LeaseError(f"{len(ids)} tokens were committed after {cursor.position}, but {reserved}")
+        if lease.borrowed:
+            self._return_borrowed(lease)
+        node = cursor.node
+        num_known = self._tree.insert(cursor, ids, lease.tables)
+        if cursor.node is not node:
+            self._retention.touch((cursor.node,))
+        self.stats.num_committed_tokens += len(ids)
+        self.stats.num_duplicate_tokens += num_known
+        if self._retention.window_queues:
+            self._slide(lease)
+
+    def release(self, lease: Lease) -> None:
+        """Close a lease: see `Lease.close`."""
+        self._require(lease)
+        lease.is_open = False
+        self._leases.remove(lease)
+        self._return_borrowed(lease)
+        for group, pool in enumerate(self._pools):
+            pool.release(lease.tables[group].view[lease.first_blocks[group] :])
+        node = lease.cursor.node
+        node.cursors.remove(lease.cursor)
+        path = list(node.ancestry())
+        self._retention.touch(path)
+        self._offer(node, min(lease.first_blocks))
+        if node.parent is None:
+            self._tree.retire_root(node)
+        else:
+            self._evictor.prune(node)
+
+    # -- Around it -----------------------------------------------------------------------------------------------------
+
+    def blocks_needed(self, num_tokens: int, max_step_tokens: int) -> tuple[int, ...]:
+        """The most blocks per group that a sequence of `num_tokens` holds, in steps of up to `max_step_tokens`."""
+        most = self._tree.num_blocks(num_tokens)
+        needs = []
+        for group in self.groups:
+            # A step reads the window of its first token and writes the rest; the span may start anywhere in a block.
+            span = num_tokens if group.window is None else group.window - 1 + max_step_tokens
+            needs.append(min(most, (span + self.block_size - 2) // self.block_size + 1))
+        return tuple(needs)
+
+    def fits(self, num_tokens: int, max_step_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` tokens can ever be computed here; if not, refuse it at submission."""
+        needs = self.blocks_needed(num_tokens, max_step_tokens)
+        return all(need <= group.num_blocks for need, group in zip(needs, self.groups, strict=True))
+
+    def explain(self, namespace: bytes, token_ids: ArrayLike, *, other_namespaces: bool = False) -> PrefixHit:
+        """What `open` would find now, and why no more. No side effects.
+
+        Args:
+            other_namespaces: also say whether another namespace has more of it. That tells one tenant about others: for
+                operators only.
+        """
+        ids = _as_ids(token_ids)
+        _, hit = self._look_up(namespace, ids)
+        if other_namespaces and hit.explanation.reason is not MissReason.FULL:
+            others = [other for other in self._tree.roots if other != namespace]
+            elsewhere = max((self._tree.match(other, ids)[1] for other in others), default=0)
+            if elsewhere > hit.explanation.num_matched_tokens:
+                explanation = Explanation(MissReason.OTHER_NAMESPACE, hit.num_tokens, elsewhere)
+                return PrefixHit(hit.num_tokens, len(ids), explanation)
+        return hit
+
+    def clear(self, namespace: bytes | None = None) -> int:
+        """Drop what is not leased, of one namespace or of all.
+
+        Returns:
+            How many tokens were dropped.
+        """
+        eviction = Eviction(self._retention.clock(), MissReason.CLEARED, "clear")
+        num_tokens = 0
+        for cleared in [namespace] if namespace is not None else list(self._tree.roots):
+            for node in reversed(list(self._tree.nodes(cleared))):
+                end = max(node.start, node.floor)
+                if not node.children and end < node.end:
+                    num_tokens += self._tree.cut(node, end, eviction)
+            self._events.cleared(cleared)
+            for node in self._tree.nodes(cleared):
+                for group in self._retention.window_queues:
+                    self._tree.give_up(node, group, self._evictor.unleased(node, group, node.blocks[group].size))
+                self._store_again(node)
+        self.stats.num_cleared_tokens += num_tokens
+        return num_tokens
+
+    def ledger(self) -> tuple[Ledger, ...]:
+        """Free, cached and leased blocks of each group.
+
+        Raises:
+            Bug: if they do not add up to the total.
+        """
+        return tuple(pool.ledger() for pool in self._pools)
+
+    def events_since(self, sequence_number: int) -> EventBatch:
+        """What was stored, removed and cleared from that event on; see `events`."""
+        return self._events.since(sequence_number)
+
+    def snapshot(self) -> Snapshot:
+        """All that is stored, for a follower of the events that begins or came too late."""
+        number = self._events.next_sequence_number
+        stored = tuple(
+            Stored(number, node.namespace, node.branch, _parent_branch(node), node.start, node.edge.view.copy())
+            for node in self._tree.nodes()
+        )
+        return Snapshot(stored, number)
+
+    # -- Parts ---------------------------------------------------------------------------------------------------------
+
+    def _look_up(self, namespace: bytes, ids: Ids) -> tuple[list[RadixNode], PrefixHit]:
+        path, matched = self._tree.match(namespace, ids)
+        last = path[-1] if path else self._tree.roots.get(namespace)
+        wanted = max(0, len(ids) - 1)
+        length = self._tree.usable(path, min(matched, wanted))
+        if length == wanted:
+            explanation = Explanation(MissReason.FULL, None, matched)
+        elif length < min(matched, wanted):
+            explanation = Explanation(MissReason.OUTSIDE_WINDOW, length, matched)
+        else:
+            explanation = _explain_end(last, matched, ids.item(matched))
+        return path, PrefixHit(length, len(ids), explanation)
+
+    def _count(self, hit: PrefixHit, resumed: bool) -> None:
+        stats = self.stats
+        if resumed:
+            stats.num_resumed_opened += 1
+            stats.num_resumed_asked_tokens += hit.num_prompt_tokens
+            stats.num_resumed_reused_tokens += hit.num_tokens
+        else:
+            stats.num_opened += 1
+            stats.num_asked_tokens += hit.num_prompt_tokens
+            stats.num_reused_tokens += hit.num_tokens
+            stats.num_missed_tokens[hit.explanation.reason] += hit.num_prompt_tokens - hit.num_tokens
+
+    def _require(self, lease: Lease) -> None:
+        lease.require_open()
+        if lease not in self._leases:
+            raise LeaseError("this lease belongs to another cache")
+
+    def _num_to_take(self, lease: Lease, num_new: int) -> list[int]:
+        """Blocks to take per group: the new ones, and one to copy the shared last block to, where it must be copied.
+
+        Where nobody but this lease and the tree holds that block, and the tree has no more tokens in it than the lease,
+        the lease becomes its writer instead: nobody could tell the difference.
+        """
+        if not lease.tail_is_shared:
+            return [num_new] * len(self._pools)
+        cursor = lease.cursor
+        ends_here = not cursor.node.children and cursor.node.end == cursor.position
+        return [
+            num_new + (not ends_here or pool.num_leases(table.view[-1:]).item() > 1)
+            for pool, table in zip(self._pools, lease.tables, strict=True)
+        ]
+
+    def _claim_tail(self, lease: Lease) -> bool:
+        """Let there be one copy of the lease's partly filled last block, its own. False if others need theirs.
+
+        The last resort of a lease for which all else has been evicted: the tree gives up the few tokens that it has
+        beyond the lease in that block, so that the lease can write on in it.
+        """
+        cursor = lease.cursor
+        node, position = cursor.node, cursor.position
+        if position % self.block_size == 0 or node.children or node.floor > position:
+            return False
+        if node.end > position:
+            self._evictor.cut(node, position)
+        if not lease.tail_is_shared:
+            self._tree.own_last_block(node, lease.tables)
+        return True
+
+    def _slide(self, lease: Lease) -> None:
+        """In window groups, let go of the blocks that the next token does not look at."""
+        lowest = None
+        for group in self._retention.window_queues:
+            first = lease.first_blocks[group]
+            needed = self._tree.first_needed_block(group, lease.num_computed_tokens)
+            if needed > first:
+                gone = lease.tables[group].view[first:needed]
+                self._pools[group].release(gone)
+                gone[:] = -1
+                lease.first_blocks[group] = needed
+                lowest = first if lowest is None else min(lowest, first)
+        if lowest is not None:
+            self._offer(lease.cursor.node, lowest)
+
+    def _offer(self, node: RadixNode, first_block: int) -> None:
+        """A lease let go of blocks from `first_block` on, on the path down to `node`: they may be evictable now."""
+        for holder in node.ancestry():
+            if holder.end <= first_block * self.block_size:
+                break
+            self._retention.offer(holder)
+
+    def _return_borrowed(self, lease: Lease) -> None:
+        for group, ids in lease.borrowed:
+            self._pools[group].release(ids)
+        lease.borrowed.clear()
+
+    def _store_again(self, node: RadixNode) -> None:
+        self._events.stored(node.namespace, node.branch, _parent_branch(node), node.start, node.edge.view)
+
+    # -- Invariants ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert every invariant by recounting everything. O(size of the cache): for tests and `--check`."""
+        nodes = self._check_tree()
+        for group, pool in enumerate(self._pools):
+            leases = np.zeros(pool.num_blocks, np.int32)
+            for lease in self._leases:
+                table = lease.tables[group].view
+                first = lease.first_blocks[group]
+                assert (table[:first] == -1).all()
+                assert (table[first:] >= 0).all()
+                np.add.at(leases, table[first:], 1)
+            for lease in self._leases:
+                for other, ids in lease.borrowed:
+                    if other == group:
+                        np.add.at(leases, ids, 1)
+            kept = np.zeros(pool.num_blocks, np.int32)
+            for node in nodes:
+                blocks = node.blocks[group].view
+                np.add.at(kept, blocks[blocks >= 0], 1)
+            pool.check(leases, kept)
+        for lease in self._leases:
+            assert lease.cursor in lease.cursor.node.cursors
+            assert lease.num_computed_tokens <= lease.num_reserved_tokens
+            assert len({table.size for table in lease.tables}) == 1, "groups reserve alike"
+        for node in nodes:
+            self._check_queued(node)
+
+    def _check_tree(self) -> list[RadixNode]:
+        nodes = list(self._tree.nodes())
+        num_cursors = sum(len(root.cursors) for root in self._tree.roots.values())
+        for root in self._tree.roots.values():
+            assert root.end == 0
+            assert all(cursor.position == 0 for cursor in root.cursors)
+            assert root.children or root.cursors or root.scars
+        for node in nodes:
+            assert node.parent is not None
+            assert node.start == node.parent.end < node.end
+            assert node.parent.children[node.edge.view.item(0)] is node
+            num_touched = self._tree.num_blocks(node.end) - node.start // self.block_size
+            for blocks, window in zip(node.blocks, self._tree.windows, strict=True):
+                assert blocks.size == num_touched
+                assert window is not None or (blocks.view >= 0).all(), "a full group has no tombstones"
+            for cursor in node.cursors:
+                assert cursor.node is node
+                assert node.start < cursor.position <= node.end
+            for position, _ in node.scars:
+                assert node.start < position <= node.end
+            num_cursors += len(node.cursors)
+        assert num_cursors == len(self._leases)
+        return nodes
+
+    def _check_queued(self, node: RadixNode) -> None:
+        evictor, retention = self._evictor, self._retention
+        if not node.children and evictor.evictable_end(node) < node.end:
+            assert node in retention.leaves, "an evictable leaf is not queued"
+        for group, queues in retention.window_queues.items():
+            if len(evictor.unleased(node, group, evictor.interior(node, group))):
+                assert node in queues.interior, "a node with an evictable interior is not queued"
+            if len(evictor.unleased(node, group, node.blocks[group].size)):
+                assert node in queues.live, "a node with an evictable window block is not queued"
+
+
+def _as_ids(token_ids: ArrayLike) -> Ids:
+    return np.asarray(token_ids, dtype=np.int32)
+
+
+def _parent_branch(node: RadixNode) -> int:
+    return 0 if node.parent is None else node.parent.branch
+
+
+def _explain_end(node: RadixNode | None, position: int, token: int) -> Explanation:
+    """Why the tree, known to `position` in `node`, does not go on with `token`."""
+    if node is None:
+        return Explanation(MissReason.NEVER_SEEN, position, position)
+    scar = node.scars.get((position, token))
+    if scar is not None:
+        return Explanation(scar.reason, position, position, evicted=scar)
+    there = node.edge.view[position - node.start : position - node.start + NUM_SHOWN_TOKENS]
+    if not len(there) and node.children:
+        there = max(node.children.values(), key=lambda child: child.key).edge.view[:NUM_SHOWN_TOKENS]
+    if not len(there) or position == 0:
+        return Explanation(MissReason.NEVER_SEEN, position, position)
+    return Explanation(MissReason.DIVERGED, position, position, continuation=tuple(there.tolist()))

@@ -1,0 +1,122 @@
+"""Making room: which blocks are given up when a pool runs short.
+
+In a full group, the least valuable leaf is shortened from its tail, block by block, and with it the tokens: all groups
+lose them. In a window group, tombstones are left and the tokens stay: first blocks in the interior of some node, which
+no hit at or beyond that node's end looks at; when there are none, any. What a lease holds is never given up.
+
+    full        [ a0 a1 a2 a3 a4 ]──[ b5 b6 b7 ]        b7, b6, b5, then a4 ...
+    window 32   [ a0 a1 a2 a3 a4 ]──[ b5 b6 b7 ]        a0 a1 a2, b5; then any
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .events import EventLog
+from .explain import Eviction, MissReason
+from .radix_tree import RadixNode, RadixTree
+from .retention import Retention
+from .stats import CacheStats
+
+__all__ = ["Evictor"]
+
+
+class Evictor:
+    """Gives up what is least valuable, and says so: events, counters and the tree's memory of it."""
+
+    def __init__(self, tree: RadixTree, retention: Retention, events: EventLog, stats: CacheStats) -> None:
+        self._tree = tree
+        self._retention = retention
+        self._events = events
+        self._stats = stats
+
+    def make_room(self, num_blocks: Sequence[int]) -> bool:
+        """Evict until each group has that many free blocks. False if it cannot have; some are evicted by then."""
+        return all(
+            self._evict_leaves(group, count) if window is None else self._evict_window(group, count)
+            for group, (window, count) in enumerate(zip(self._tree.windows, num_blocks, strict=True))
+        )
+
+    def cut(self, node: RadixNode, end: int) -> None:
+        """Drop a leaf's tokens from `end` on, to make room."""
+        policy = self._retention.policy.name
+        before = self._num_free()
+        num_tokens = self._tree.cut(node, end, Eviction(self._retention.clock(), MissReason.EVICTED, policy))
+        self._events.removed(node.namespace, node.branch, end, num_tokens, policy)
+        self._stats.num_evicted_tokens += num_tokens
+        self._stats.num_evicted_blocks += self._num_free() - before
+
+    def prune(self, node: RadixNode) -> None:
+        """Remove a node that has lost its last block, and so on upwards: only where every group has a window."""
+        while (
+            node.parent is not None
+            and not node.children
+            and not node.cursors
+            and not any((blocks.view >= 0).any() for blocks in node.blocks)
+        ):
+            parent = node.parent
+            self.cut(node, node.start)
+            node = parent
+
+    def evictable_end(self, node: RadixNode) -> int:
+        """How far a leaf can be shortened so that each step frees a block."""
+        if node.floor == node.start:
+            return node.start
+        return min(node.end, self._tree.num_blocks(node.floor) * self._tree.block_size)
+
+    def interior(self, node: RadixNode, group: int) -> int:
+        """So many of the node's blocks lie before the window of its end in this window group."""
+        return max(0, self._tree.first_needed_block(group, node.end) - node.start // self._tree.block_size)
+
+    def unleased(self, node: RadixNode, group: int, stop: int) -> NDArray[np.intp]:
+        """Indices, among the node's first `stop` entries, of blocks that no lease holds."""
+        blocks = node.blocks[group].view[:stop]
+        return np.flatnonzero((blocks >= 0) & (self._tree.pools[group].num_leases(blocks) == 0))
+
+    def _num_free(self) -> int:
+        return sum(pool.num_free for pool in self._tree.pools)
+
+    def _evict_leaves(self, group: int, num_blocks: int) -> bool:
+        pool, block_size = self._tree.pools[group], self._tree.block_size
+        while pool.num_free < num_blocks:
+            leaf = self._retention.leaves.pop()
+            if leaf is None:
+                return False
+            if leaf.children:
+                continue  # it is offered again when the last of them goes
+            furthest = self.evictable_end(leaf)
+            keep = self._tree.num_blocks(leaf.end) - (num_blocks - pool.num_free)
+            end = max(furthest, keep * block_size)
+            if end == leaf.end:
+                continue  # leased to its tail; it is offered again when the lease ends
+            parent = leaf.parent
+            self.cut(leaf, end)
+            if end > furthest:
+                self._retention.offer(leaf)
+            elif end == leaf.start and parent is not None:
+                self.prune(parent)
+        return True
+
+    def _evict_window(self, group: int, num_blocks: int) -> bool:
+        pool = self._tree.pools[group]
+        queues = self._retention.window_queues[group]
+        for queue in (queues.interior, queues.live):
+            while pool.num_free < num_blocks:
+                node = queue.pop()
+                if node is None:
+                    break
+                stop = self.interior(node, group) if queue is queues.interior else node.blocks[group].size
+                indices = self.unleased(node, group, stop)
+                wanted = indices[: num_blocks - pool.num_free]
+                if not len(wanted):
+                    continue
+                before = pool.num_free
+                self._tree.give_up(node, group, wanted)
+                self._stats.num_evicted_blocks += pool.num_free - before
+                if len(wanted) < len(indices):
+                    queue.push(node)
+                self.prune(node)
+        return pool.num_free >= num_blocks

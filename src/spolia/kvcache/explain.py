@@ -1,0 +1,66 @@
+"""Why a prompt's tokens were or were not reused, in a closed list of reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+__all__ = ["Eviction", "Explanation", "MissReason", "PrefixHit"]
+
+
+class MissReason(StrEnum):
+    """Why reuse ended where it ended."""
+
+    FULL = "full"
+    """It did not: every token was reused, but the last, which is computed to have logits."""
+    NEVER_SEEN = "never_seen"
+    """Nothing cached goes on from there, and nothing that did is remembered: new text."""
+    DIVERGED = "diverged"
+    """Cached sequences go on from there, but with other tokens."""
+    EVICTED = "evicted"
+    """This continuation was cached and had to make room."""
+    EXPIRED = "expired"
+    """This continuation was cached and its time ran out."""
+    CLEARED = "cleared"
+    """This continuation was cached and somebody cleared it."""
+    OUTSIDE_WINDOW = "outside_window"
+    """The tokens are known, but a window group no longer has the blocks that the next token would look at."""
+    OTHER_NAMESPACE = "other_namespace"
+    """Cached, but for somebody else; told only by `KVCache.explain` to who asks for it."""
+
+
+class Eviction(NamedTuple):
+    """What the tree remembers at the place where it cut something off."""
+
+    time: float
+    reason: MissReason  # EVICTED, EXPIRED or CLEARED
+    cause: str  # the policy or call that did it
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The reason of a miss, with its evidence.
+
+    Attributes:
+        reason: why reuse ended.
+        divergence: position of the first token that was not reused although it might have been; None if FULL.
+        num_matched_tokens: tokens that the tree knows; more than were reused if OUTSIDE_WINDOW.
+        continuation: the first tokens that the cache has at `divergence` instead (of one sequence), if DIVERGED.
+        evicted: when and by what, if EVICTED, EXPIRED or CLEARED.
+    """
+
+    reason: MissReason
+    divergence: int | None
+    num_matched_tokens: int
+    continuation: tuple[int, ...] = ()
+    evicted: Eviction | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """What a match found: the first `num_tokens` of `num_prompt_tokens` need no computing."""
+
+    num_tokens: int
+    num_prompt_tokens: int
+    explanation: Explanation
