@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from spolia.errors import ModelError
 from spolia.kernels.program import ActivationKind, RopeSpec
 from spolia.kernels.quants import dequantize
@@ -23,6 +26,8 @@ __all__ = ["LayerConfig", "ModelConfig", "config_from_gguf", "config_from_json"]
 
 _MAX_LAYERS = 1024
 _MAX_SIZE = 1 << 31
+_LEAST_FACTOR = 1e-3
+_MAX_NUMBER = 1e30  # keeps float32 finite whatever is multiplied
 _ACTIVATIONS: dict[str, ActivationKind] = {
     "silu": "silu",
     "swish": "silu",
@@ -84,15 +89,17 @@ def config_from_gguf(metadata: Mapping[str, Any], architecture: Architecture, we
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise fields.error("attention.value_length", f"other than the key length of {head_dim} is not supported")
 
-    rope_dims = fields.integer("rope.dimension_count", head_dim)
-    if architecture.gguf_interleaves_rope and rope_dims != head_dim:
-        raise fields.error("rope.dimension_count", f"heads of {head_dim} that turn in part are not supported")
+    rope_dims = fields.integer("rope.dimension_count", head_dim, high=head_dim)
+    if rope_dims % 2 or (architecture.gguf_interleaves_rope and rope_dims != head_dim):
+        raise fields.error("rope.dimension_count", f"not supported for heads of {head_dim}")
     scaling = _gguf_scaling(fields)
-    divisors = weights.optional_vector("rope_freqs.weight", rope_dims // 2)
-    base = fields.number("rope.freq_base", 10_000.0)
+    divisors = _rope_divisors(weights, rope_dims)
+    base = fields.number("rope.freq_base", 10_000.0, low=1.0)
     ropes = _Ropes(
-        rope_spec(rope_dims, base, scaling, None if divisors is None else dequantize(divisors)),
-        rope_spec(rope_dims, fields.number("rope.local.freq_base", architecture.local_rope_base or base), RopeScaling())
+        rope_spec(rope_dims, base, scaling, divisors),
+        rope_spec(
+            rope_dims, fields.number("rope.local.freq_base", architecture.local_rope_base, low=1.0), RopeScaling()
+        )
         if architecture.local_rope_base
         else None,
     )
@@ -197,13 +204,13 @@ class _Fields:
             raise self.error(name, f"expected an integer from {low} to {high}")
         return int(value)
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+    def number(self, name: str, default: float | None = None, *, low: float = 0.0) -> float:
+        """A finite number above `low`."""
         value = self.get(name)
         if value is None:
             value = default
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise self.error(name, "expected a number above 0")
+        if not isinstance(value, int | float) or not low < value < _MAX_NUMBER:
+            raise self.error(name, f"expected a number above {low:g}")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -292,11 +299,22 @@ def _json_windows(fields: _Fields, num_layers: int, architecture: Architecture) 
     return [None if index < num_full else w for index, w in enumerate(_windows(num_layers, window, every))]
 
 
+def _rope_divisors(weights: Weights, rope_dims: int) -> NDArray[np.float32] | None:
+    """Llama 3's scaling, which GGUF keeps worked out as a tensor."""
+    tensor = weights.optional_vector("rope_freqs.weight", rope_dims // 2)
+    if tensor is None:
+        return None
+    divisors = dequantize(tensor)
+    if not ((divisors > _LEAST_FACTOR) & (divisors < _MAX_NUMBER)).all():
+        raise ModelError(f"{weights.path}: tensor {tensor.name!r} holds values that are no divisors of frequencies")
+    return divisors
+
+
 def _gguf_scaling(fields: _Fields) -> RopeScaling:
     kind = _scaling_kind(fields, "rope.scaling.type", fields.get("rope.scaling.type") or "none")
     if kind == "none":
         return RopeScaling()
-    factor = fields.number("rope.scaling.factor", 1.0)
+    factor = fields.number("rope.scaling.factor", 1.0, low=_LEAST_FACTOR)
     if kind != "yarn":
         return RopeScaling(kind=kind, factor=factor)
     own = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -328,16 +346,23 @@ def _json_ropes(fields: _Fields, head_dim: int, architecture: Architecture) -> t
     else:
         main = local = fields.below("rope_scaling")
 
-    base = main.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    base = main.number("rope_theta", fields.number("rope_theta", 10_000.0, low=1.0), low=1.0)
     num_dims = int(head_dim * main.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)))
+    if num_dims < 2 or num_dims > head_dim or num_dims % 2:
+        raise fields.error(
+            "partial_rotary_factor", f"turns {num_dims} dimensions of heads of {head_dim}: not supported"
+        )
     scaling = _json_scaling(main, fields)
     everywhere = rope_spec(num_dims, base, scaling)
     if architecture.local_rope_base is None:
         return _Ropes(everywhere, None), scaling
     if local is main:
-        local_base, local_scaling = fields.number("rope_local_base_freq", architecture.local_rope_base), RopeScaling()
+        local_base, local_scaling = (
+            fields.number("rope_local_base_freq", architecture.local_rope_base, low=1.0),
+            RopeScaling(),
+        )
     else:
-        local_base = local.number("rope_theta", architecture.local_rope_base)
+        local_base = local.number("rope_theta", architecture.local_rope_base, low=1.0)
         local_scaling = _json_scaling(local, fields)
     return _Ropes(everywhere, rope_spec(num_dims, local_base, local_scaling)), scaling
 
@@ -348,7 +373,7 @@ def _json_scaling(rope: _Fields, fields: _Fields) -> RopeScaling:
     kind = _scaling_kind(rope, name, "none" if value == "default" else value)
     if kind == "none":
         return RopeScaling()
-    factor = rope.number("factor")
+    factor = rope.number("factor", low=_LEAST_FACTOR)
     if kind == "linear":
         return RopeScaling(kind=kind, factor=factor)
     original = rope.integer("original_max_position_embeddings", fields.integer("max_position_embeddings"))
@@ -358,7 +383,7 @@ def _json_scaling(rope: _Fields, fields: _Fields) -> RopeScaling:
             factor=factor,
             original_context=original,
             low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor", low=rope.number("low_freq_factor")),
         )
     if rope.get("mscale") or rope.get("mscale_all_dim"):
         raise rope.error("mscale", "not supported")

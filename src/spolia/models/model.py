@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,22 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Model", "load"]
 
-# Tokens that end a reply wherever a vocabulary has them as control tokens: files often name only one of theirs.
-_END_TOKENS = frozenset(
-    {
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end_of_text|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<|end_of_turn|>",
-        "<EOT>",
-    }
-)
-_CONTROL = 3  # tokenizer.ggml.token_type
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Model:
@@ -52,7 +36,6 @@ class Model:
         name: the source as it was asked for, less its folders and suffix.
         program: what it computes; its weights are views of the mapped files.
         chat_template: None for a base model.
-        eos_token_ids: each of them ends a reply.
         paths: the weight files, and config.json where there is one: what the digest is taken of.
         tensors: all of them, as in the files.
     """
@@ -62,7 +45,6 @@ class Model:
     program: Program
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
-    eos_token_ids: frozenset[int]
     paths: tuple[Path, ...]
     tensors: Mapping[str, Weight]
 
@@ -75,6 +57,11 @@ class Model:
     def context_length(self) -> int:
         """Tokens that the model is made for."""
         return self.config.context_length
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Each of them ends a reply."""
+        return self.tokenizer.end_ids
 
     @cached_property
     def digest(self) -> bytes:
@@ -152,13 +139,14 @@ def _load_gguf(path: Path, name: str) -> Model:
     if architecture.gguf_interleaves_rope:
         _undo_interleaving(weights, config)
     tokenizer = tokenizer_from_gguf(file.metadata)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ModelError(f"{path}: has {tokenizer.vocab_size} tokens and embeddings for {config.vocab_size}")
     return Model(
         name=name,
         config=config,
         program=_build(architecture, config, weights),
         tokenizer=tokenizer,
         chat_template=chat_template_from_gguf(file.metadata, tokenizer),
-        eos_token_ids=_gguf_end_tokens(file.metadata),
         paths=file.paths,
         tensors=file.tensors,
     )
@@ -193,7 +181,6 @@ def _load_folder(folder: Path, name: str) -> Model:
         program=_build(architecture, config, Weights(folder, tensors)),
         tokenizer=tokenizer,
         chat_template=chat_template_from_folder(folder, tokenizer),
-        eos_token_ids=_folder_end_tokens(folder, raw),
         paths=(config_path, *files.paths),
         tensors=tensors,
     )
@@ -220,23 +207,3 @@ def _undo_interleaving(weights: Weights, config: ModelConfig) -> None:
             order = rows.reshape(num_heads, config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
             weights.reorder_rows(f"blk.{index}.{part}.weight", order)
             weights.reorder_rows(f"blk.{index}.{part}.bias", order)
-
-
-def _gguf_end_tokens(metadata: Mapping[str, Any]) -> frozenset[int]:
-    ids = {metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")}
-    tokens, kinds = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
-    ids.update(i for i, token in enumerate(tokens) if token in _END_TOKENS and i < len(kinds) and kinds[i] == _CONTROL)
-    return frozenset(i for i in ids if i is not None)
-
-
-def _folder_end_tokens(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    generation_path = folder / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else {}
-    ids: set[int] = set()
-    for path, values in (generation_path, generation), (folder / "config.json", config):
-        value = values.get("eos_token_id")
-        listed = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) for i in listed):
-            raise ModelError(f"{path}: eos_token_id is {value!r}, expected a token id or a list of them")
-        ids.update(listed)
-    return frozenset(ids)

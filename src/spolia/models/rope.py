@@ -91,7 +91,7 @@ def _yarn(frequencies: Frequencies, base: float, scaling: RopeScaling) -> Freque
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, num_dims - 1)
-    slow = np.clip((np.arange(len(frequencies)) - low) / max(high - low, 1e-3), 0, 1)
+    slow: Frequencies = np.clip((np.arange(len(frequencies)) - low) / max(high - low, 1e-3), 0, 1)
     return frequencies * (1 - slow + slow / scaling.factor)
 
 
