@@ -178,7 +178,11 @@ def test_longer_cached_prefixes_go_first():
     params = SamplingParams(temperature=0.0, max_tokens=1)
     hot = list(range(60))
     answer(engine, hot, params)
-    cold, warm, hottest = submit(engine, [9] * 40, params), submit(engine, hot[:20], params), submit(engine, hot, params)
+    cold, warm, hottest = (
+        submit(engine, [9] * 40, params),
+        submit(engine, hot[:20], params),
+        submit(engine, hot, params),
+    )
     order = list(run(engine))
     assert order == [hottest.request_id, warm.request_id, cold.request_id]
 
@@ -208,5 +212,5 @@ def test_counters_add_up():
     assert counters.num_prompt_tokens == 80
     assert counters.num_cached_tokens == 39
     assert counters.num_generated_tokens == 16
-    assert counters.num_computed_tokens == 40 + 7 + 1 + 0
+    assert counters.num_computed_tokens == (40 + 7) + (1 + 7)
     assert counters.num_finished == {"length": 2}

@@ -1,8 +1,8 @@
 """A toy model whose KV is the tokens themselves, so that any wrong block, copy or reuse changes the answer.
 
-`ToyExecutable` writes each token's id and position into the slot that the block tables name. Its logits are a hash
-of the prefix as read back from the pools through the tables: a slot that was never written, was overwritten, or belongs to another
-prompt gives other logits than `toy_logits(prefix)`, and mostly another token.
+`ToyExecutable` writes each token's id and position into the slot that the block tables name. Its logits are a hash of the
+prefix as read back from the pools through the tables: a slot that was never written, was overwritten, or belongs to
+another prompt gives other logits than `toy_logits(prefix)`, and mostly another token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ EOS = 256
 _SLOT = np.dtype([("token", "<i4"), ("position", "<i4")])
 
 
-def toy_logits(prefix: Sequence[int] | NDArray[np.int32], windows: Sequence[int | None] = (None,)) -> NDArray[np.float32]:
+def toy_logits(
+    prefix: Sequence[int] | NDArray[np.int32], windows: Sequence[int | None] = (None,)
+) -> NDArray[np.float32]:
     """What the toy answers to a prefix, if all is well."""
     ids = np.asarray(prefix, np.int32)
     return _hash_to_logits([ids if window is None else ids[-window:] for window in windows])
@@ -205,7 +207,9 @@ def run(engine: Engine, max_steps: int = 10_000) -> dict[str, RequestOutput]:
     raise AssertionError(f"not done after {max_steps} steps")
 
 
-def answer(engine: Engine, prompt: Sequence[int] | str, params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
+def answer(
+    engine: Engine, prompt: Sequence[int] | str, params: SamplingParams = GREEDY, **options: Any
+) -> RequestOutput:
     """Submit one request and run it to its end."""
     request = submit(engine, prompt, params, **options)
     return run(engine)[request.request_id]

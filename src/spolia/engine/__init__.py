@@ -7,7 +7,8 @@
     EngineThread     steps, for ever, on a thread of its own
     LLM, AsyncEngine what programs use
 
-An answer depends on its request alone, to the bit: not on neighbours, chunk sizes, threads, preemption or what was cached.
+An answer depends on its request alone, to the bit: not on neighbours, chunk sizes, threads, preemption or what was
+cached.
 """
 
 from __future__ import annotations

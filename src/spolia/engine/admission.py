@@ -88,7 +88,7 @@ class Admission:
         except (ValueError, OverflowError):
             wide = np.empty(0)
         if wide.ndim != 1 or wide.dtype.kind not in "iu":
-            raise InvalidRequest("the prompt is neither text nor a list of token ids, which are integers", param="prompt")
+            raise InvalidRequest("the prompt is neither text nor a list of integers, token ids", param="prompt")
         wrong = np.flatnonzero((wide < 0) | (wide >= self.vocab_size))
         if len(wrong):
             raise InvalidRequest(
@@ -111,8 +111,9 @@ class Admission:
             )
         if num_prompt_tokens + wanted > limit:
             raise InvalidRequest(
-                f"the prompt's {num_prompt_tokens} tokens and {wanted} more need KV blocks for {num_prompt_tokens + wanted} "
-                f"tokens; all pools together have blocks for {limit}. Shorten the request or raise kv_memory",
+                f"the prompt's {num_prompt_tokens} tokens and {wanted} more need KV blocks for "
+                f"{num_prompt_tokens + wanted} tokens; even when empty, the pools have blocks for {limit}. "
+                "Shorten the prompt, lower max_tokens, or raise kv_memory",
                 param="prompt",
                 code="kv_memory_exceeded",
             )

@@ -85,13 +85,13 @@ def build_engine(
         check=config.check,
     )
     # Everything that KV bits depend on besides the tokens. The digest covers weights, rope settings and tokenizer.
-    owner = dict(
-        model=model.digest,
-        kv_dtype=config.kv_dtype,
-        block_size=BLOCK_SIZE,
-        numerics=executable.numerics,
-        engine_salt=config.cache_salt,
-    )
+    owner = {
+        "model": model.digest,
+        "kv_dtype": config.kv_dtype,
+        "block_size": BLOCK_SIZE,
+        "numerics": executable.numerics,
+        "engine_salt": config.cache_salt,
+    }
     admission = Admission(
         tokenizer=model.tokenizer,
         vocab_size=executable.vocab_size,

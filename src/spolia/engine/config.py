@@ -20,7 +20,8 @@ class EngineConfig:
         kv_memory: bytes for all KV pools; None: a quarter of the memory that is available, and no more than
             `max_sequences` sequences of `max_context` tokens could fill.
         num_threads: None: one per physical core that this process may use.
-        max_context: most tokens of a prompt and its answer; None: the model's own limit, or less if fewer fit in the pools.
+        max_context: most tokens of a prompt and its answer; None: the model's own limit, or less if fewer fit in the
+            pools.
         max_batch_tokens: token budget of a step. Long prompts are computed in pieces of at most this.
         max_sequences: most sequences in one step; more wait.
         backend: a key of `kernels.BACKENDS`: "cpu", or "reference" (slow, exact numpy).

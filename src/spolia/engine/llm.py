@@ -111,7 +111,7 @@ class LLM:
         many = [prompts] if is_one else prompts
         each = params if isinstance(params, list) else [params] * len(many)
         if len(each) != len(many):
-            raise InvalidRequest(f"{len(each)} params for {len(many)} prompts; give one, or one for each", param="params")
+            raise InvalidRequest(f"{len(each)} params for {len(many)} prompts; give one, or one each", param="params")
         requests = [
             self._engine.admission.admit(prompt, one, cache_salt=cache_salt)
             for prompt, one in zip(many, each, strict=True)

@@ -30,8 +30,8 @@ def split_blocks(
 ) -> tuple[int, ...]:
     """Number of blocks of each group's pool.
 
-    All groups get the same number of blocks, so that a conversation is reusable from any point for which there is memory at
-    all; but a window group never more than four windows a running sequence, and no group more than
+    All groups get the same number of blocks, so that a conversation is reusable from any point for which there is
+    memory at all; but a window group never more than four windows a running sequence, and no group more than
     `max_sequences` sequences of `max_context` tokens could fill. What one group leaves goes to the others.
 
     Args:
@@ -43,7 +43,9 @@ def split_blocks(
     budget = int(available_bytes() * KV_SHARE) if kv_bytes is None else kv_bytes
     whole = -(-max_context // BLOCK_SIZE)
     caps = [
-        max_sequences * (whole if window is None else _KEPT_WINDOWS * min(whole, (window + max_batch_tokens) // BLOCK_SIZE + 2))
+        max_sequences * whole
+        if window is None
+        else max_sequences * _KEPT_WINDOWS * min(whole, (window + max_batch_tokens) // BLOCK_SIZE + 2)
         for window in windows
     ]
     counts = [0] * len(caps)
@@ -66,7 +68,7 @@ def split_blocks(
 
 
 def available_bytes() -> int:
-    """Memory that this process may still take: what the system has available, or less if its control group allows less."""
+    """Memory that this process may still take: what the system has available, or less if its cgroup allows less."""
     available = _meminfo("MemAvailable")
     limit, used = _read_int(_CGROUP / "memory.max"), _read_int(_CGROUP / "memory.current")
     if limit is not None and used is not None:

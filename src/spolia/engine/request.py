@@ -143,7 +143,7 @@ class Sequence:
         return RowSampling(request.params, request.seed, self.num_tokens, banned)
 
     def append(self, token_id: int) -> str:
-        """Take a sampled token; returns the text that it completed, and sets `finish_reason` where it ends the answer."""
+        """Take a sampled token; returns the text that it completed, and sets `finish_reason` if it ends the answer."""
         request = self.request
         params = request.params
         self.token_ids[self.num_tokens] = token_id

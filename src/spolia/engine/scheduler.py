@@ -1,20 +1,21 @@
 """Which tokens the next step computes, and who waits, runs and gives way.
 
     submit -> waiting --admit--> running --finish--> (gone)
-                 preempted <--preempt--+
-                     +------admit------^
+              preempted <-preempt--+
+                  +------admit-----^
 
-Admission order: preempted sequences, oldest first; then waiting ones, longest cached prefix first, among the oldest
-`LOOKAHEAD`. Nobody is passed over more than `MAX_PASSED_OVER` times: then it is first, and whoever is behind waits with it. A sequence whose
-prefix a running one is computing at this moment waits for that, as long as it has not aged.
+Order. Preempted sequences come back first, oldest first; no new one is admitted before them. Of the waiting ones, the
+longest cached prefix goes first, among the oldest `LOOKAHEAD`. Nobody is passed over more than `MAX_PASSED_OVER` times:
+then it is first, and whoever is behind waits with it. A sequence whose prefix a running one is computing at this moment
+waits for that, as long as it has not aged.
 
-Room. Running sequences are served oldest first. If one cannot grow, the newest running one is preempted: it has the least to lose, has
-no grant in this step to take back, and what it computed stays in the tree until somebody needs the blocks. A sequence is admitted
-only if all its known tokens fit beside what the running ones still need, and some headroom to grow. Headroom
-doubles at each preemption and shrinks with each sequence that finishes, so a storm calms down by itself.
+Room. Running sequences are served oldest first. If one cannot grow, the newest gives way: it has no grant in this step
+to take back, and what it computed stays in the tree until somebody needs the blocks. A sequence is admitted only if all
+its known tokens fit beside what the running ones still need, and some headroom to grow. Headroom doubles at each
+preemption and shrinks with each sequence that finishes, so a storm calms down by itself.
 
-Progress. `Admission` refuses what would not fit in empty pools; the oldest running sequence is never preempted for another; with nothing
-running, the first in order is admitted without regard to headroom.
+Progress. `Admission` refuses what would not fit in empty pools; the oldest running sequence is never preempted for
+another; with nothing running, the first in order is admitted without regard to headroom.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ class Scheduler:
     def plan_step(self) -> StepPlan:
         """Choose which tokens the next step computes; empty only if there are no sequences.
 
-        There is no prefill or decode phase: a sequence lags by `num_pending_tokens` and a step lets it catch up within the
-        token budget, of which each running sequence behind it keeps one token.
+        There is no prefill or decode phase: a sequence lags by `num_pending_tokens` and a step lets it catch up within
+        the token budget, of which each running sequence behind it keeps one token.
         """
         plan = StepPlan()
         budget = self._max_batch_tokens
@@ -200,21 +201,25 @@ class Scheduler:
         return sorted(candidates, key=lambda candidate: (not _has_aged(candidate[0]), -candidate[1]))
 
     def _is_being_computed(self, sequence: Sequence, num_cached_tokens: int) -> bool:
-        """Whether a running prefill is about to compute at least a block of what `sequence` would have to compute."""
+        """Whether a running prefill is about to compute tokens that `sequence` would have to compute.
+
+        Waiting costs a step or so, which that prefill fills. A common beginning of less than a block (BOS, say) is not
+        worth it.
+        """
         ids = sequence.known_ids
-        horizon = num_cached_tokens + BLOCK_SIZE
-        if horizon >= len(ids):  # the last token is computed in any case
+        wanted = max(num_cached_tokens + 1, BLOCK_SIZE)
+        if wanted >= len(ids):  # the last token is computed in any case
             return False
         return any(
-            other.num_pending_tokens >= BLOCK_SIZE
-            and other.num_computed_tokens < horizon <= other.num_tokens
+            other.num_computed_tokens < wanted <= other.num_tokens
+            and other.num_pending_tokens > 1
             and other.request.namespace == sequence.request.namespace
-            and np.array_equal(other.token_ids[:horizon], ids[:horizon])
+            and np.array_equal(other.token_ids[:wanted], ids[:wanted])
             for other in self._running
         )
 
     def _start(self, sequence: Sequence, plan: StepPlan, budget: int) -> int | None:
-        """Make `sequence` run, and grant it tokens; their number, or None, with nothing changed, if there is no room."""
+        """Make `sequence` run and grant it tokens; their number, or None, with nothing changed, if there is no room."""
         lease = self._cache.open(
             sequence.request.namespace, sequence.known_ids, resumed=sequence.num_ever_computed_tokens > 0
         )
@@ -233,7 +238,7 @@ class Scheduler:
         return stop - start
 
     def _has_room(self, newcomer: Sequence) -> bool:
-        """Whether all that `newcomer` needs would fit beside what the running sequences still need, headroom included."""
+        """Whether what `newcomer` needs fits beside what the running sequences still need, headroom included."""
         num_needed = [0] * len(self._cache.groups)
         for sequence in (*self._running, newcomer):
             final = len(sequence.token_ids) - 1  # the last token of an answer has no KV

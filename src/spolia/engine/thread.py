@@ -3,8 +3,8 @@
     callers' threads                     engine thread                        callers' threads
     submit, abort, call  -> one queue -> core.submit / abort / step  -> deliver([(sink, delta or error), ...])
 
-Every request that was submitted is answered: by a delta that carries its output, or by an error. If a step raises, all requests
-get an error, the engine is unhealthy, and later submissions are refused with the same error.
+Every request that was submitted is answered: by a delta that carries its output, or by an error. If a step raises, all
+requests get an error, the engine is unhealthy, and later submissions are refused with the same error.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class EngineThread(Generic[S]):
                         f"a request with id {request.request_id!r} is in flight; ids must be unique", param="request_id"
                     )
             self._sinks.update((request.request_id, sink) for request, sink in requests)
-            self._inbox.put(_Command(lambda: [self._core.submit(request) for request, _ in requests], None))
+            self._inbox.put(_Command(lambda: self._submit([request for request, _ in requests]), None))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests wherever they are; their outputs say "abort". Those that have ended are ignored."""
-        self._inbox.put(_Command(lambda: [self._core.abort(request_id) for request_id in request_ids], None))
+        self._inbox.put(_Command(lambda: self._abort(request_ids), None))
 
     def call(self, function: Callable[[EngineCore], T]) -> Future[T]:
         """Run `function` between two steps.
@@ -129,6 +129,14 @@ class EngineThread(Generic[S]):
                 future.set_result(run())
             except Exception as error:
                 future.set_exception(error)
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._core.submit(request)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._core.abort(request_id)
 
     def _stop(self) -> None:
         self._core.abort_all()

@@ -1,7 +1,7 @@
 """What happens to logits: parameters, sampling, stop conditions, and tokens back to text.
 
-Everything here works on one row or one stream and depends on nothing else: a row's token is a function of its logits, its
-parameters, its seed and its position, to the bit, whoever its neighbours in the batch are. Numpy only.
+Everything here works on one row or one stream and depends on nothing else: a row's token is a function of its logits,
+its parameters, its seed and its position, to the bit, whoever its neighbours in the batch are. Numpy only.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ _MIN_TEMPERATURE = 1e-5  # below it, dividing float32 logits would overflow, and
 class SamplingParams:
     """How to turn logits into tokens, and when to stop.
 
-    Filters apply in this order: temperature, `top_k`, `top_p`, `min_p`. One seed, prompt and set of parameters gives one
-    answer, on any batch.
+    Filters apply in this order: temperature, `top_k`, `top_p`, `min_p`. One seed, prompt and set of parameters gives
+    one answer, in any batch.
 
     Attributes:
         max_tokens: most tokens to generate; None: as many as the context has room for.
@@ -37,8 +37,8 @@ class SamplingParams:
         stop: strings that end the answer, which is cut before them. A single string is accepted.
         stop_token_ids: ids that end the answer.
         ignore_eos: generate past the model's own end-of-text tokens.
-        logprobs: report each token's log-probability and this many most likely alternatives (0 to 20). They are those of
-            the model's distribution, before temperature and filters. None: do not.
+        logprobs: report each token's log-probability and this many most likely alternatives (0 to 20). They are those
+            of the model's distribution, before temperature and filters. None: do not.
         include_stop_str_in_output: keep the stop string, or the stop id's text, at the end of the text.
 
     Raises:
@@ -64,7 +64,7 @@ class SamplingParams:
         _check_integer("min_tokens", self.min_tokens, 0, _MAX_INT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); lower it or raise max_tokens",
+                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); it may be equal at most",
                 param="min_tokens",
             )
         _check_number("temperature", self.temperature, 0.0, 100.0)
@@ -105,7 +105,7 @@ def _stop_strings(value: str | Sequence[str]) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else _as_tuple("stop", value)
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise InvalidRequest(f"stop holds {string!r}; each stop string must be a text that is not empty", param="stop")
+            raise InvalidRequest(f"stop holds {string!r}; a stop string is text, and not empty", param="stop")
     return strings
 
 

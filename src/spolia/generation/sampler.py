@@ -1,12 +1,10 @@
 """Logits to tokens, row by row, each independent of all others.
 
-A row goes through: log-probabilities (if asked for; of the model's own distribution) -> ban of ids -> temperature -> top-k ->
-top-p -> min-p -> one draw with `uniform(seed, position)`. Greedy rows of a batch are one argmax over the whole array, which is
-row-independent too: a comparison has no rounding.
+    log-probabilities, if asked for -> banned ids -> temperature -> top-k -> top-p -> min-p -> one draw with `uniform`
 
-Filters need the largest few of some 100,000 values, in order. They are found without sorting them all: the k-th largest of
-the maxima of `num_blocks` slices of the row cannot exceed the row's k-th largest value, so it is a threshold that
-a few hundred values pass.
+Greedy rows of a batch are one argmax over the whole array, which is row-independent too: comparing has no rounding.
+Filters need the largest few of some 100,000 values. They are found without sorting: the k-th largest of the maxima of
+512 slices of a row cannot exceed the row's k-th largest value: a threshold that only a few hundred values pass.
 """
 
 from __future__ import annotations
@@ -92,7 +90,7 @@ class Sampler:
                 logits[index, row.banned_ids] = -np.inf
         best = logits.argmax(axis=1)
         if not np.isfinite(logits[np.arange(len(rows)), best]).all():
-            raise Bug("the model's logits are not finite: its weights or a kernel are broken, and no token would be right")
+            raise Bug("the model's logits are not finite numbers: its weights or a kernel are broken")
         token_ids: list[int] = best.tolist()
         for index, row in enumerate(rows):
             if not row.params.is_greedy:
@@ -104,7 +102,7 @@ class Sampler:
         return Samples(token_ids, logprobs)
 
     def _distribution(self, logits: NDArray[np.float32], num_top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-        """Of one row: the number to subtract from a logit to get its log-probability, and the `num_top` most likely tokens."""
+        """Of one row: what to subtract from a logit for its log-probability, and the `num_top` most likely tokens."""
         np.copyto(self._row, logits)
         maximum = self._row.max()
         np.exp(self._row - maximum, out=self._weights[: self._vocab_size])
@@ -151,12 +149,13 @@ class Sampler:
         return int(ids[min(index, len(ids) - 1)])
 
     def _draw_from_all(self, u: float) -> int:
-        """One draw with the weights exp(row): first a bucket, then a token in it, so that no long running sum is made."""
+        """One draw with the weights exp(row): first a bucket, then a token in it, which saves a long running sum."""
         np.exp(self._row, out=self._weights[: self._vocab_size])
         buckets = self._weights.reshape(-1, _BUCKET)
         cumulative = np.cumsum(buckets.sum(axis=1), dtype=np.float64)
         target = u * cumulative[-1]
-        bucket = min(int(np.searchsorted(cumulative, target, side="right")), int(np.flatnonzero(buckets.any(axis=1))[-1]))
+        last = np.flatnonzero(cumulative < cumulative[-1]).size  # the last bucket that has any weight
+        bucket = min(int(np.searchsorted(cumulative, target, side="right")), last)
         inside = np.cumsum(buckets[bucket], dtype=np.float64)
         if bucket:
             target -= cumulative[bucket - 1]
@@ -173,7 +172,8 @@ class Sampler:
         maxima = self._slices.max(axis=0)
         ids = np.flatnonzero(x >= np.partition(maxima, -k)[-k])
         values = x[ids]
-        return ids[values >= np.partition(values, -k)[-k]]
+        largest: NDArray[np.intp] = ids[values >= np.partition(values, -k)[-k]]
+        return largest
 
     def _at_least_mass(self, mass: float) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
         """Ids and weights of all tokens above some weight, together no less than `mass`: a superset of the nucleus."""

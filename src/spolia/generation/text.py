@@ -1,8 +1,8 @@
 """Tokens to text, one at a time: whole characters only, and never past a stop string.
 
-    bytes of tokens ->  UTF-8 decoder           ->  stop strings               ->  text that may be shown
-                        holds back a character      hold back a tail that may
-                        that is not complete        yet become a stop string
+bytes of tokens ->  UTF-8 decoder           ->  stop strings               ->  text that may be shown
+                    holds back a character      hold back a tail that may
+                    that is not complete        yet become a stop string
 """
 
 from __future__ import annotations

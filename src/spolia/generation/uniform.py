@@ -15,7 +15,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, for a seed of up to 64 bits (taken modulo 2**64) and a position from 0."""
+    """A number in [0, 1) with 53 random bits, for a seed (taken modulo 2**64) and a position from 0."""
     return (_mix((_mix(seed & _MASK) + (position + 1) * _GOLDEN) & _MASK) >> 11) / 2**53
 
 

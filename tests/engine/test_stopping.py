@@ -1,0 +1,128 @@
+"""When and how an answer ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from spolia.engine import SamplingParams
+
+from .toy import EOS, answer, run, submit, toy_answer, toy_engine
+
+PROMPT = [5, 6, 7]
+
+
+def greedy(**options):
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 40} | options)
+
+
+def test_the_end_of_text_token_ends_the_answer_without_text():
+    reply = toy_answer(PROMPT, 10)
+    output = answer(toy_engine(eos_token_ids=[reply[4]]), PROMPT, greedy())
+    end = reply.index(reply[4]) + 1
+    assert list(output.token_ids) == reply[:end]
+    assert output.finish_reason == "stop"
+    assert output.stop_reason is None
+    assert output.text.encode() == bytes(reply[: end - 1]).decode(errors="replace").encode()
+
+
+def test_ignore_eos_goes_on():
+    reply = toy_answer(PROMPT, 40)
+    output = answer(toy_engine(eos_token_ids=[reply[4]]), PROMPT, greedy(ignore_eos=True))
+    assert list(output.token_ids) == reply
+    assert output.finish_reason == "length"
+
+
+def test_a_stop_id_ends_the_answer_and_is_reported():
+    reply = toy_answer(PROMPT, 10)
+    output = answer(toy_engine(), PROMPT, greedy(stop_token_ids=(reply[6],)))
+    assert list(output.token_ids) == reply[: reply.index(reply[6]) + 1]
+    assert output.stop_reason == reply[6]
+
+
+def test_below_min_tokens_final_ids_are_not_even_drawn():
+    reply = toy_answer(PROMPT, 10)
+    output = answer(toy_engine(eos_token_ids=[reply[2]]), PROMPT, greedy(min_tokens=20))
+    assert reply[2] not in output.token_ids[:20]
+    assert len(output.token_ids) >= 20
+
+
+def test_min_tokens_is_exact():
+    """Every id but one is final: without min_tokens the answer has one token, with it one more than that."""
+    stop = tuple(i for i in range(257) if i != 9)
+    assert len(answer(toy_engine(), PROMPT, greedy(stop_token_ids=stop, min_tokens=7)).token_ids) == 8
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_stop_string_across_tokens_cuts_the_text_and_keeps_the_ids(keep):
+    reply = toy_answer(PROMPT, 40)
+    text = bytes(t for t in reply if t < 256).decode(errors="replace")
+    stop = text[10:13]
+    start = text.find(stop)
+    output = answer(toy_engine(), PROMPT, greedy(stop=(stop,), include_stop_str_in_output=keep))
+    assert output.finish_reason == "stop"
+    assert output.stop_reason == stop
+    assert output.text == text[: start + len(stop) * keep]
+    assert list(output.token_ids) == reply[: len(output.token_ids)]
+
+
+def test_deltas_joined_are_the_output():
+    engine = toy_engine(eos_token_ids=[EOS])
+    request = submit(engine, PROMPT, greedy(stop=("zzzz",), logprobs=2))
+    deltas = []
+    while engine.core.has_work:
+        deltas += [delta for _, delta in engine.core.step()]
+    output = deltas[-1].output
+    assert output is not None
+    assert output.request_id == request.request_id
+    assert all(delta.output is None for delta in deltas[:-1])
+    assert "".join(delta.text for delta in deltas) == output.text
+    assert sum((delta.token_ids for delta in deltas), ()) == output.token_ids
+    assert sum((delta.logprobs for delta in deltas), ()) == output.logprobs
+    assert [entry.token_id for entry in output.logprobs] == list(output.token_ids)
+
+
+def test_text_held_back_is_released_at_the_end():
+    """A reply cut by length in the middle of what might have been a stop string loses nothing."""
+    reply = toy_answer(PROMPT, 12)
+    text = bytes(reply).decode(errors="replace")
+    output = answer(toy_engine(), PROMPT, greedy(max_tokens=12, stop=(text[-1] + "never",)))
+    assert output.text == text
+
+
+def test_an_aborted_request_reports_what_it_had():
+    engine = toy_engine()
+    request = submit(engine, PROMPT, greedy())
+    for _ in range(5):
+        engine.core.step()
+    engine.core.abort(request.request_id)
+    output = run(engine)[request.request_id]
+    assert output.finish_reason == "abort"
+    assert list(output.token_ids) == toy_answer(PROMPT, 5)
+
+
+def test_a_request_aborted_before_it_ran_has_no_explanation_and_no_tokens():
+    engine = toy_engine()
+    request = submit(engine, PROMPT)
+    engine.core.abort(request.request_id)
+    output = run(engine)[request.request_id]
+    assert output.token_ids == ()
+    assert output.explanation is None
+    assert output.timings.queue_s is None
+    assert output.timings.first_token_s is None
+
+
+def test_sampled_answers_do_not_depend_on_the_batch():
+    params = [
+        SamplingParams(max_tokens=12, seed=i, temperature=0.5 + i / 4, top_k=(0, 30)[i % 2], top_p=(1.0, 0.9)[i // 2 % 2])
+        for i in range(8)
+    ]
+    together = toy_engine()
+    requests = [submit(together, [i], one) for i, one in enumerate(params)]
+    outputs = run(together)
+    for i, one in enumerate(params):
+        assert answer(toy_engine(), [i], one).token_ids == outputs[requests[i].request_id].token_ids
+
+
+def test_timings_are_in_order():
+    timings = answer(toy_engine(), PROMPT, greedy()).timings
+    assert 0 < timings.queue_s < timings.first_token_s < timings.total_s
