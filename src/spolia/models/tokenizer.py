@@ -1,10 +1,10 @@
 """Text to token ids and back, from what a model says about its own vocabulary.
 
-    tokenizer_core    the Tokenizer: encoding by the `tokenizers` library, decoding from one table of bytes
-    tokenizer_gguf    built from a GGUF's metadata: byte-level BPE, and SentencePiece's BPE
-    tokenizer_pre     ... how each byte-level vocabulary cuts text into words
-    tokenizer_spm     ... SentencePiece's scores restated as merges
-    tokenizer_folder  built from a folder's `tokenizer.json`
+tokenizer_core    the Tokenizer: encoding by the `tokenizers` library, decoding from one table of bytes
+tokenizer_gguf    built from a GGUF's metadata: byte-level BPE, and SentencePiece's BPE
+tokenizer_pre     ... how each byte-level vocabulary cuts text into words
+tokenizer_spm     ... SentencePiece's scores restated as merges
+tokenizer_folder  built from a folder's `tokenizer.json`
 """
 
 from spolia.models.tokenizer_core import SpecialTokens, Tokenizer, TokenKind

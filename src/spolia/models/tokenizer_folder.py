@@ -14,8 +14,8 @@ from spolia.errors import ModelError
 from spolia.models.tokenizer_core import (
     SpecialTokens,
     Spelling,
-    TokenKind,
     Tokenizer,
+    TokenKind,
     ends_by_name,
     frame,
     roles_by_name,

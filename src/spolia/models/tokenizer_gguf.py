@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +18,8 @@ from spolia.models.tokenizer_core import (
     SPACE,
     SpecialTokens,
     Spelling,
-    TokenKind,
     Tokenizer,
+    TokenKind,
     ends_by_name,
     frame,
     roles_by_name,
@@ -52,8 +53,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """Build a tokenizer from the keys `tokenizer.ggml.*`.
 
     `gpt2` is byte-level BPE, cut into words as `tokenizer.ggml.pre` says; `llama` is SentencePiece's BPE. Text is never
-    normalised: a GGUF does not say that its model's own tokenizer did (Qwen's composes accents), so what a user types is
-    what the model reads, and decoding gives it back.
+    normalised: a GGUF does not say that its model's own tokenizer did (Qwen's composes accents), so what a user types
+    is what the model reads, and decoding gives it back.
 
     Raises:
         ModelError: a kind of tokenizer or of cutting that is not supported, or keys that contradict each other.
@@ -112,8 +113,11 @@ class _Vocabulary:
         kinds = np.asarray(metadata.get(f"{_KEY}token_type", [TokenKind.NORMAL] * len(pieces)))
         if len(kinds) != len(pieces):
             raise ModelError(f"{_KEY}token_type has {len(kinds)} entries for {len(pieces)} tokens")
-        known = np.isin(kinds, list(TokenKind))
-        return cls(list(pieces), np.where(known, kinds, TokenKind.UNUSED).astype(np.uint8))
+        kinds = np.where(np.isin(kinds, list(TokenKind)), kinds, TokenKind.UNUSED).astype(np.uint8)
+        for token_id in np.flatnonzero(kinds == TokenKind.BYTE).tolist():
+            if not re.fullmatch("<0x[0-9A-Fa-f]{2}>", pieces[token_id]):
+                raise ModelError(f"token {token_id} stands for a byte and is spelt {pieces[token_id]!r}, not <0xNN>")
+        return cls(list(pieces), kinds)
 
     @cached_property
     def id_of(self) -> dict[str, int]:

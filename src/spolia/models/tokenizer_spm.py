@@ -12,6 +12,7 @@ score, which trained vocabularies do not have, would fall back to the order of t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,10 +44,8 @@ def merges_from_scores(pieces: Sequence[str], scores: NDArray[np.float32]) -> li
     if cuts is None:
         cuts = _find_cuts(pieces, scores)
         payload = cuts[0].tobytes() + cuts[1].tobytes()
-        try:
+        with contextlib.suppress(OSError):  # nowhere to keep it: the next start pays the second again, no more is lost
             write_atomically(path, _checksum(key.digest(), payload) + payload)
-        except OSError:
-            pass  # nowhere to keep it: the next start pays the second again, and nothing else is lost
     indices, offsets = cuts
     joints = map(pieces.__getitem__, indices.tolist())
     return [(joint[:offset], joint[offset:]) for joint, offset in zip(joints, offsets.tolist(), strict=True)]
