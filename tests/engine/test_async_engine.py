@@ -150,7 +150,9 @@ def test_random_aborts_leave_nothing_behind():
 
         async def one(i):
             prompt = [rng.randrange(256) for _ in range(rng.randrange(1, 200))]
-            async with engine.generate(prompt, SamplingParams(temperature=0.0, max_tokens=rng.randrange(1, 30))) as stream:
+            async with engine.generate(
+                prompt, SamplingParams(temperature=0.0, max_tokens=rng.randrange(1, 30))
+            ) as stream:
                 try:
                     async with asyncio.timeout(rng.random() * 0.2):
                         await stream.output()

@@ -113,7 +113,9 @@ def test_a_request_aborted_before_it_ran_has_no_explanation_and_no_tokens():
 
 def test_sampled_answers_do_not_depend_on_the_batch():
     params = [
-        SamplingParams(max_tokens=12, seed=i, temperature=0.5 + i / 4, top_k=(0, 30)[i % 2], top_p=(1.0, 0.9)[i // 2 % 2])
+        SamplingParams(
+            max_tokens=12, seed=i, temperature=0.5 + i / 4, top_k=(0, 30)[i % 2], top_p=(1.0, 0.9)[i // 2 % 2]
+        )
         for i in range(8)
     ]
     together = toy_engine()

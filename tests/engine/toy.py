@@ -1,7 +1,7 @@
 """A toy model whose KV is the tokens themselves, so that any wrong block, copy or reuse changes the answer.
 
-`ToyExecutable` writes each token's id and position into the slot that the block tables name. Its logits are a hash of the
-prefix as read back from the pools through the tables: a slot that was never written, was overwritten, or belongs to
+`ToyExecutable` writes each token's id and position into the slot that the block tables name. Its logits are a hash of
+the prefix as read back from the pools through the tables: a slot that was never written, was overwritten, or belongs to
 another prompt gives other logits than `toy_logits(prefix)`, and mostly another token.
 """
 

@@ -130,7 +130,11 @@ def test_uniform_numbers_are_uniform_over_positions_and_over_seeds():
 
 def test_uniform_numbers_are_the_same_everywhere():
     assert uniform(0, 0) == uniform(2**64, 0)
-    assert [round(uniform(42, position), 12) for position in range(3)] == [0.59611887183, 0.160365387599, 0.166397803981]
+    assert [round(uniform(42, position), 12) for position in range(3)] == [
+        0.59611887183,
+        0.160365387599,
+        0.166397803981,
+    ]
 
 
 def test_logprobs_are_those_of_the_model_before_temperature_and_filters():
@@ -149,9 +153,11 @@ def test_logprobs_count_banned_ids_too():
     logits = logits_of(1, 100)
     best = int(logits.argmax())
     (free,) = Sampler(100).sample(logits.copy(), [row(temperature=0.0, logprobs=3)]).logprobs
-    (banned,) = Sampler(100).sample(
-        logits.copy(), [row(temperature=0.0, logprobs=3, banned=np.array([best], np.int32))]
-    ).logprobs
+    (banned,) = (
+        Sampler(100)
+        .sample(logits.copy(), [row(temperature=0.0, logprobs=3, banned=np.array([best], np.int32))])
+        .logprobs
+    )
     assert free is not None
     assert banned is not None
     assert banned.top == free.top

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from spolia.errors import InvalidRequest
-from spolia.kernels import KvDtype
+from spolia.kernels import BACKENDS, KvDtype
 
 __all__ = ["EngineConfig"]
 
@@ -43,6 +43,10 @@ class EngineConfig:
         if self.kv_dtype not in get_args(KvDtype):
             raise InvalidRequest(
                 f"kv_dtype is {self.kv_dtype!r}; it must be one of {', '.join(get_args(KvDtype))}", param="kv_dtype"
+            )
+        if self.backend not in BACKENDS:
+            raise InvalidRequest(
+                f"backend is {self.backend!r}; it must be one of {', '.join(BACKENDS)}", param="backend"
             )
         for name in ("kv_memory", "num_threads", "max_context", "max_batch_tokens", "max_sequences"):
             value = getattr(self, name)

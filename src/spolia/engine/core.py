@@ -76,6 +76,7 @@ class EngineCore:
         self._observer = observer
         self._sampler = sampler or Sampler(executable.vocab_size)
         self._check = check
+        self._max_batch_tokens = max_batch_tokens
         self._scheduler = Scheduler(cache, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
         self._runner = Runner(
             executable,
@@ -90,6 +91,17 @@ class EngineCore:
         self._num_prompt = self._num_cached = 0
         self._num_finished: Counter[str] = Counter()
         self.stats = self._snapshot()
+
+    def set_max_batch_tokens(self, max_batch_tokens: int) -> None:
+        """Change the token budget of the next steps: from one a lane to what the engine was made with. Answers stay.
+
+        Raises:
+            ValueError: out of that range.
+        """
+        low, high = self._scheduler.max_sequences, self._max_batch_tokens
+        if not low <= max_batch_tokens <= high:
+            raise ValueError(f"max_batch_tokens is {max_batch_tokens}; it must be from {low} to {high}")
+        self._scheduler.max_batch_tokens = max_batch_tokens
 
     @property
     def has_work(self) -> bool:

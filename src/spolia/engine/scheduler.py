@@ -76,8 +76,8 @@ class Scheduler:
 
     def __init__(self, cache: KVCache, *, max_batch_tokens: int, max_sequences: int) -> None:
         self._cache = cache
-        self._max_batch_tokens = max_batch_tokens
-        self._max_sequences = max_sequences
+        self.max_batch_tokens = max_batch_tokens
+        self.max_sequences = max_sequences
         self._waiting: dict[str, Sequence] = {}  # in order of arrival
         self._preempted: deque[Sequence] = deque()  # oldest first
         self._running: list[Sequence] = []  # oldest first
@@ -115,7 +115,7 @@ class Scheduler:
         the token budget, of which each running sequence behind it keeps one token.
         """
         plan = StepPlan()
-        budget = self._max_batch_tokens
+        budget = self.max_batch_tokens
         index = 0
         while index < len(self._running):
             sequence = self._running[index]
@@ -246,7 +246,7 @@ class Scheduler:
             # A shared partial block counts as missing: it is copied before it is written.
             missing = -(-num_tokens // BLOCK_SIZE) - sequence.num_slots // BLOCK_SIZE
             if missing:
-                for group, most in enumerate(self._cache.blocks_needed(num_tokens, self._max_batch_tokens)):
+                for group, most in enumerate(self._cache.blocks_needed(num_tokens, self.max_batch_tokens)):
                     num_needed[group] += min(missing, most)
         return all(
             needed <= ledger.free + ledger.cached

@@ -9,6 +9,7 @@ Filters need the largest few of some 100,000 values. They are found without sort
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -105,12 +106,12 @@ class Sampler:
         """Of one row: what to subtract from a logit for its log-probability, and the `num_top` most likely tokens."""
         np.copyto(self._row, logits)
         maximum = self._row.max()
-        np.exp(self._row - maximum, out=self._weights[: self._vocab_size])
-        log_normaliser = float(maximum) + float(np.log(self._weights.sum(dtype=np.float64)))
+        np.subtract(self._row, maximum, out=self._row)
+        log_normaliser = float(maximum) + math.log(self._exp_row().sum())
         if not num_top:
             return log_normaliser, ()
         ids = self._largest(num_top)
-        values = self._row[ids]
+        values = logits[ids]
         order = np.argsort(-values, kind="stable")[:num_top]
         top = tuple((int(ids[i]), float(values[i]) - log_normaliser) for i in order)
         return log_normaliser, top
@@ -126,8 +127,7 @@ class Sampler:
             weights = np.exp(x[ids], dtype=np.float64)
             total = float(weights.sum())
         elif params.top_p < 1.0:
-            np.exp(x, out=self._weights[: self._vocab_size])
-            total = float(self._weights.sum(dtype=np.float64))
+            total = float(self._exp_row().sum())
             ids, weights = self._at_least_mass(params.top_p * total)
         elif params.min_p > 0.0:
             ids = np.flatnonzero(x >= np.float32(np.log(params.min_p)))
@@ -150,9 +150,8 @@ class Sampler:
 
     def _draw_from_all(self, u: float) -> int:
         """One draw with the weights exp(row): first a bucket, then a token in it, which saves a long running sum."""
-        np.exp(self._row, out=self._weights[: self._vocab_size])
+        cumulative = np.cumsum(self._exp_row())
         buckets = self._weights.reshape(-1, _BUCKET)
-        cumulative = np.cumsum(buckets.sum(axis=1), dtype=np.float64)
         target = u * cumulative[-1]
         last = np.flatnonzero(cumulative < cumulative[-1]).size  # the last bucket that has any weight
         bucket = min(int(np.searchsorted(cumulative, target, side="right")), last)
@@ -161,6 +160,12 @@ class Sampler:
             target -= cumulative[bucket - 1]
         index = int(np.searchsorted(inside, target, side="right"))
         return bucket * _BUCKET + min(index, int(np.flatnonzero(buckets[bucket])[-1]))
+
+    def _exp_row(self) -> NDArray[np.float64]:
+        """Put exp(row) into the weights; their sums by bucket."""
+        np.exp(self._row, out=self._weights[: self._vocab_size])
+        sums: NDArray[np.float64] = self._weights.reshape(-1, _BUCKET).sum(axis=1).astype(np.float64)
+        return sums
 
     def _largest(self, k: int) -> NDArray[np.intp]:
         """Ids, ascending, of all values of the row that are no less than its k-th largest."""

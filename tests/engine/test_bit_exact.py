@@ -1,0 +1,186 @@
+"""Promise 1, on the real kernels: no schedule changes a bit of any answer.
+
+Each request's logits, at every token it generates, must equal to the bit those of the same request run alone, cold and
+in one piece. The schedules submit requests with shared prefixes at random moments, change the budget (so that prompts are
+cut anywhere) and the number of threads, abort, clear the cache, and have pools so small that they preempt and evict.
+2,000 schedules in all, over the ISA levels that the machine has.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from spolia.engine import Admission, EngineCore, RequestOutput, SamplingParams
+from spolia.generation import RowSampling, Sampler, Samples
+from spolia.kernels import Executable, KvDtype, allocate_pool
+from spolia.kernels.cpu import CpuExecutable, levels
+from spolia.kvcache import GroupSpec, KVCache, namespace_key
+
+from .tiny import VOCAB_SIZE, tiny_program
+from .toy import ByteTokenizer, FakeClock
+
+NUM_SCHEDULES = 2_000
+NUM_REQUESTS = 60
+MAX_CONTEXT = 144
+MAX_BATCH_TOKENS = 128
+MAX_SEQUENCES = 6
+
+# Weights, KV and windows of each layer: all paths through the kernels and the cache that matter here.
+VARIANTS: dict[str, tuple[str, KvDtype, tuple[int | None, ...]]] = {
+    "full attention": ("Q4_1", "bf16", (None, None)),
+    "windows and full": ("Q8_0", "f16", (20, None, 20)),
+    "windows only": ("BF16", "f32", (37, 37)),
+}
+
+
+class CheckedSampler(Sampler):
+    """Compares each row of logits with the one expected at its seed (one a request) and position, or records it."""
+
+    def __init__(self, expected: dict[tuple[int, int], bytes], *, record: bool = False) -> None:
+        super().__init__(VOCAB_SIZE)
+        self.expected = expected
+        self.record = record
+
+    def sample(self, logits: NDArray[np.float32], rows: Sequence[RowSampling]) -> Samples:
+        for row_logits, row in zip(logits, rows, strict=True):
+            if self.record:
+                self.expected[row.seed, row.position] = row_logits.tobytes()
+            else:
+                assert row_logits.tobytes() == self.expected[row.seed, row.position], f"at position {row.position}"
+        return super().sample(logits, rows)
+
+
+@dataclass
+class Setting:
+    """A model at one ISA level, the requests that schedules draw from, and what each answers alone."""
+
+    executable: Executable
+    windows: tuple[int | None, ...]
+    requests: list[tuple[list[int], SamplingParams]]
+    expected: dict[tuple[int, int], bytes]
+    answers: list[RequestOutput]
+
+    def engine(self, num_blocks: int, sampler: Sampler) -> tuple[Admission, EngineCore]:
+        """An engine with an empty cache, on pools that hold NaN wherever nothing was written."""
+        pools = [allocate_pool(num_blocks, self.executable.block_bytes(g)) for g in range(len(self.windows))]
+        for pool in pools:
+            pool[:] = 0xFF
+        self.executable.bind_kv(pools)
+        clock = FakeClock()
+        kv = KVCache([GroupSpec(num_blocks, window) for window in self.windows], clock=clock)
+        core = EngineCore(
+            self.executable,
+            kv,
+            token_bytes=ByteTokenizer().token_bytes,
+            max_batch_tokens=MAX_BATCH_TOKENS,
+            max_sequences=MAX_SEQUENCES,
+            max_context=MAX_CONTEXT,
+            clock=clock,
+            sampler=sampler,
+        )
+        admission = Admission(
+            tokenizer=ByteTokenizer(),
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(),
+            max_context=MAX_CONTEXT,
+            fitting_tokens=MAX_CONTEXT,
+            namespace=lambda salt: namespace_key(salt=salt),
+            clock=clock,
+        )
+        return admission, core
+
+
+@cache
+def setting(level: str, variant: str) -> Setting:
+    weight_type, kv_dtype, windows = VARIANTS[variant]
+    program = tiny_program(weight_type, windows)
+    executable = CpuExecutable(program, kv_dtype=kv_dtype, num_threads=1, level=level)
+    rng = random.Random(variant)
+    trunks = [[rng.randrange(VOCAB_SIZE) for _ in range(120)] for _ in range(4)]
+    requests = []
+    for seed in range(NUM_REQUESTS):
+        prompt = rng.choice(trunks)[: rng.randrange(1, 110)] + [
+            rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(10))
+        ]
+        options = {"temperature": 0.0} if seed % 2 else {"temperature": 1.2, "top_k": 40}
+        requests.append((prompt, SamplingParams(max_tokens=rng.randrange(1, 20), seed=seed, **options)))
+    made = Setting(executable, tuple(group.window for group in program.cache_groups), requests, {}, [])
+    for prompt, params in requests:
+        admission, core = made.engine(-(-MAX_CONTEXT // 16), CheckedSampler(made.expected, record=True))
+        core.submit(admission.admit(prompt, params))
+        made.answers += [delta.output for _ in range(params.max_tokens) for _, delta in core.step() if delta.output]
+    return made
+
+
+def run_schedule(made: Setting, rng: random.Random) -> Counter[str]:
+    """One schedule; counts what happened in it."""
+    sampler = CheckedSampler(made.expected)
+    admission, core = made.engine(num_blocks=rng.choice([10, 12, 16, 40]), sampler=sampler)
+    waiting = [rng.randrange(NUM_REQUESTS) for _ in range(rng.randrange(2, 9))]
+    submitted: dict[str, int] = {}
+    happened: Counter[str] = Counter()
+    while waiting or core.has_work:
+        while waiting and (not core.has_work or rng.random() < 0.4):
+            index = waiting.pop()
+            request = admission.admit(*made.requests[index], request_id=f"{len(submitted)}")
+            submitted[request.request_id] = index
+            core.submit(request)
+        event = rng.random()
+        if event < 0.3:
+            core.set_max_batch_tokens(rng.randrange(MAX_SEQUENCES, MAX_BATCH_TOKENS + 1))
+        elif event < 0.4:
+            made.executable.set_num_threads(rng.randrange(1, 4))
+        elif event < 0.42:
+            core.abort(rng.choice(list(submitted)))
+        elif event < 0.43:
+            core.cache.clear()
+        for request_id, delta in core.step():
+            if delta.output is None:
+                continue
+            happened[delta.output.finish_reason] += 1
+            happened["reused tokens"] += delta.output.num_cached_tokens
+            if delta.output.finish_reason != "abort":
+                assert delta.output.token_ids == made.answers[submitted[request_id]].token_ids
+    core.cache.check()
+    assert all(ledger.leased == 0 for ledger in core.cache.ledger())
+    happened["preemptions"] += core.stats.counters.num_preemptions
+    happened["evicted tokens"] += core.cache.stats.num_evicted_tokens
+    happened["copied blocks"] += core.cache.stats.num_copied_blocks
+    return happened
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("level", levels())
+def test_no_schedule_changes_a_bit_of_any_answer(level, variant):
+    made = setting(level, variant)
+    assert len(made.answers) == NUM_REQUESTS
+    happened: Counter[str] = Counter()
+    for seed in range(-(-NUM_SCHEDULES // (len(levels()) * len(VARIANTS)))):
+        try:
+            happened += run_schedule(made, random.Random(seed))
+        except AssertionError as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+    # What the schedules are for did happen, often.
+    assert happened["length"] > 500
+    assert happened["abort"] > 20
+    assert happened["preemptions"] > 50
+    assert happened["evicted tokens"] > 1_000
+    assert happened["copied blocks"] > 50
+    assert happened["reused tokens"] > 10_000
+
+
+def test_the_check_can_fail(monkeypatch):
+    """The oracle distinguishes: with one bit of one expected row flipped, a schedule that samples it fails."""
+    made = setting(levels()[0], "full attention")
+    broken = {key: bytes([row[0] ^ 1]) + row[1:] for key, row in made.expected.items()}
+    monkeypatch.setattr(made, "expected", broken)
+    with pytest.raises(AssertionError):
+        run_schedule(made, random.Random(0))
