@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 import uvicorn
-from engine.toy import ByteTokenizer, toy_engine
 
+from engine.toy import ByteTokenizer, toy_engine
 from spolia.engine import AsyncEngine, RequestOutput, StepStats
 from spolia.errors import InvalidRequest
 from spolia.server import ServerConfig, create_app, listen
@@ -119,5 +119,3 @@ def metric(url: str, name: str, **labels: str) -> float:
         if sample.partition("{")[0] == name and all(f'{key}="{text}"' in sample for key, text in labels.items()):
             return float(value)
     return 0.0
-
-

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from engine.toy import toy_answer
 from openai import BadRequestError, OpenAI
+
+from engine.toy import toy_answer
 
 from .harness import ChattyToy, chatty_engine, serving
 from .test_completions import text_of
@@ -17,7 +18,11 @@ RENDERED = b"user: hello\nassistant:"
 
 def greedy(client: OpenAI, messages: object = HELLO, **fields: object):
     return client.chat.completions.create(
-        model="toy", messages=messages, temperature=0, max_completion_tokens=fields.pop("max_completion_tokens", 10), **fields
+        model="toy",
+        messages=messages,
+        temperature=0,
+        max_completion_tokens=fields.pop("max_completion_tokens", 10),
+        **fields,
     )
 
 
@@ -54,7 +59,9 @@ def test_tools_reach_the_template_unless_the_choice_is_none(client):
 def test_logprobs_name_each_token_with_its_bytes(client):
     reply = greedy(client, logprobs=True, top_logprobs=3)
     tokens = reply.choices[0].logprobs.content
-    assert [bytes(token.bytes) for token in tokens] == [bytes([i]) if i < 256 else b"" for i in toy_answer(list(RENDERED), 10)]
+    assert [bytes(token.bytes) for token in tokens] == [
+        bytes([i]) if i < 256 else b"" for i in toy_answer(list(RENDERED), 10)
+    ]
     for token in tokens:
         assert len(token.top_logprobs) == 3
         assert token.top_logprobs[0].logprob == token.logprob

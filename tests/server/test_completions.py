@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine.toy import toy_answer, toy_logits
 from openai import OpenAI
+
+from engine.toy import toy_answer, toy_logits
 
 
 def text_of(ids: list[int]) -> str:
@@ -15,7 +16,9 @@ def text_of(ids: list[int]) -> str:
 
 def greedy(client: OpenAI, prompt: object, num_tokens: int = 12, **fields: object):
     """A greedy completion; fields that OpenAI's client does not know go into the body as they are."""
-    known = {key: fields.pop(key) for key in ("n", "stream", "stream_options", "logprobs", "echo", "seed") if key in fields}
+    known = {
+        key: fields.pop(key) for key in ("n", "stream", "stream_options", "logprobs", "echo", "seed") if key in fields
+    }
     return client.completions.create(
         model="toy", prompt=prompt, max_tokens=num_tokens, temperature=0, extra_body=fields, **known
     )
@@ -98,7 +101,9 @@ def test_another_salt_shares_nothing(client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_are_those_of_the_models_distribution(client, stream):
     reply = greedy(client, [3, 1, 4], 3, logprobs=2, stream=stream)
-    columns = [choice.logprobs for chunk in (reply if stream else [reply]) for choice in chunk.choices if choice.logprobs]
+    columns = [
+        choice.logprobs for chunk in (reply if stream else [reply]) for choice in chunk.choices if choice.logprobs
+    ]
     measured = [p for column in columns for p in column.token_logprobs]
     tops = [top for column in columns for top in column.top_logprobs]
     prefix, expected = [3, 1, 4], []

@@ -65,16 +65,17 @@ class Answer:
             Overloaded: `max_waiting` requests would be waiting, or the server is draining.
         """
         answer = cls(kind, served, len(params))
-        num_waiting = served.engine.stats.num_waiting
-        if num_waiting + len(prompts) * len(params) > max_waiting:
-            raise Overloaded(f"{num_waiting} requests are waiting, of at most {max_waiting}; try again later")
+        if served.num_waiting + len(prompts) * len(params) > max_waiting:
+            raise Overloaded(f"{served.num_waiting} requests are waiting, of at most {max_waiting}; try again later")
         try:
             for choice, (prompt, choice_params) in enumerate(itertools.product(prompts, params)):
                 id_ = f"{answer.id}-{choice}"
                 stream = served.engine.generate(prompt, choice_params, request_id=id_, cache_salt=cache_salt)
                 answer._streams.append(stream)
+                served.streams.add(stream)
         except BaseException:
             answer.abort()
+            served.streams.difference_update(answer._streams)
             raise
         return answer
 
@@ -107,6 +108,7 @@ class Answer:
                     yield pair
         finally:
             self.abort()
+            self._served.streams.difference_update(self._streams)
 
     async def finish(self) -> list[RequestOutput]:
         """All outputs, by choice."""
@@ -164,6 +166,7 @@ class Answer:
             previous_s = now_s
             if delta.output is not None:
                 self.outputs[choice] = delta.output
+                self._served.streams.discard(self._streams[choice])
                 metrics.observe(delta.output)
                 _log(self.model, delta.output)
             yield delta

@@ -6,8 +6,9 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
-from spolia.engine import AsyncEngine, EngineStats
+from spolia.engine import AsyncEngine, EngineStats, TokenStream
 from spolia.errors import NotReady, UnknownModel
 from spolia.server.metrics import Metrics, ModelMetrics
 
@@ -20,6 +21,7 @@ class ServedModel:
 
     Attributes:
         loading: done when the model can answer, or holds why it never will.
+        streams: submitted and not ended. Weak, so that one which nobody reads any more does not count for ever.
         since_s: Unix time at which loading began.
     """
 
@@ -27,6 +29,7 @@ class ServedModel:
     loading: Future[AsyncEngine]
     metrics: ModelMetrics
     since_s: float = field(default_factory=time.time)
+    streams: WeakSet[TokenStream] = field(default_factory=WeakSet)
 
     @property
     def trouble(self) -> str | None:
@@ -35,6 +38,11 @@ class ServedModel:
             return f"model {self.name} is loading, for {time.time() - self.since_s:.1f} s so far"
         error = self.loading.exception() or self.loading.result().failure
         return None if error is None else f"model {self.name} failed: {error}"
+
+    @property
+    def num_waiting(self) -> int:
+        """Streams that are not in the batch. The engine's own count is as old as its last step and misses a burst."""
+        return len(self.streams) - self.engine.stats.num_running
 
     @property
     def engine(self) -> AsyncEngine:
