@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -92,3 +93,13 @@ def test_a_failing_step_raises_here(llm):
     with pytest.raises(Bug, match="the kernel broke"):
         llm.generate([1], GREEDY)
     llm._engine.core.abort_all()
+
+
+def test_the_engines_thread_ends_with_its_owner():
+    llm = LLM(toy_engine())
+    llm.generate([1], GREEDY)
+    thread = llm._thread._thread
+    del llm
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()

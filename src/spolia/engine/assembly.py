@@ -55,6 +55,7 @@ def build_engine(
             f"max_context is {max_context}; this model is made for {model.context_length} tokens at most",
             param="max_context",
         )
+    max_sequences = min(config.max_sequences, config.max_batch_tokens)
     num_threads = config.num_threads or default_num_threads()
     program = model.program
     executable = get_backend(config.backend)(program, kv_dtype=config.kv_dtype, num_threads=num_threads)
@@ -65,7 +66,7 @@ def build_engine(
         block_bytes,
         windows,
         max_context=max_context,
-        max_sequences=config.max_sequences,
+        max_sequences=max_sequences,
         max_batch_tokens=config.max_batch_tokens,
     )
     executable.bind_kv([allocate_pool(count, size) for count, size in zip(num_blocks, block_bytes, strict=True)])
@@ -78,7 +79,7 @@ def build_engine(
         cache,
         token_bytes=_text_bytes(model.tokenizer),
         max_batch_tokens=config.max_batch_tokens,
-        max_sequences=config.max_sequences,
+        max_sequences=max_sequences,
         max_context=max_context,
         clock=clock,
         observer=observer,
@@ -105,6 +106,7 @@ def build_engine(
         config,
         num_threads=num_threads,
         max_context=max_context,
+        max_sequences=max_sequences,
         kv_memory=sum(count * size for count, size in zip(num_blocks, block_bytes, strict=True)),
     )
     return Engine(model=model, config=resolved, admission=admission, core=core)

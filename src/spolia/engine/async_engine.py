@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +46,7 @@ class AsyncEngine:
     ) -> None:
         self._engine = model if isinstance(model, Engine) else build_engine(model, config, observer=observer)
         self._thread: EngineThread[_Mailbox] = EngineThread(self._engine.core, _deliver)
+        weakref.finalize(self, self._thread.close)  # the thread ends with its owner, or before the interpreter does
 
     @property
     def model(self) -> Model:

@@ -23,7 +23,7 @@ class EngineConfig:
         max_context: most tokens of a prompt and its answer; None: the model's own limit, or less if fewer fit in the
             pools.
         max_batch_tokens: token budget of a step. Long prompts are computed in pieces of at most this.
-        max_sequences: most sequences in one step; more wait.
+        max_sequences: most sequences that run at a time, each of which needs a token a step; more wait.
         backend: a key of `kernels.BACKENDS`: "cpu", or "reference" (slow, exact numpy).
         cache_salt: engine-wide secret mixed into every namespace, so that nobody outside can guess keys.
         check: verify every invariant of the cache after each step. Slow.
@@ -52,9 +52,3 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequest(f"{name} is {value}; it must be at least 1", param=name)
-        if self.max_batch_tokens < self.max_sequences:
-            raise InvalidRequest(
-                f"max_batch_tokens is {self.max_batch_tokens}, less than max_sequences ({self.max_sequences}); "
-                "each running sequence needs one token a step: raise the one or lower the other",
-                param="max_batch_tokens",
-            )

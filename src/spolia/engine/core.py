@@ -114,6 +114,7 @@ class EngineCore:
         sequence = Sequence(request, text)
         self._by_id[request.request_id] = sequence
         self._scheduler.submit(sequence)
+        self.stats = self._snapshot()
 
     def abort(self, request_id: str) -> None:
         """End a request now, whatever it is doing; the next step returns its output. Ended requests are ignored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,7 @@ class LLM:
         else:
             self._engine = build_engine(model, replace(config or EngineConfig(), **settings), observer=observer)
         self._thread: EngineThread[tuple[_Mail, int]] = EngineThread(self._engine.core, _deliver)
+        weakref.finalize(self, self._thread.close)  # the thread ends with its owner, or before the interpreter does
 
     @property
     def model(self) -> Model:

@@ -94,7 +94,7 @@ class Counters:
         num_computed_tokens: tokens that went through the model, `num_recomputed_tokens` included.
         num_recomputed_tokens: computed a second time because their KV was evicted while their sequence was preempted.
         num_generated_tokens: tokens sampled.
-        num_finished: requests that ended, by finish reason; "error" counts those that a failure ended.
+        num_finished: requests that ended, by finish reason.
     """
 
     num_steps: int = 0

@@ -106,7 +106,8 @@ class EngineThread(Generic[S]):
         """Abort what is in flight, end the thread and wait for it. May be called again."""
         self.drain()
         self._inbox.put(_Command(self._stop, None))
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # it may be the one that collects the engine's last owner
+            self._thread.join()
 
     # The engine's thread.
 
