@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import httpx
 import openai
@@ -260,12 +260,8 @@ def test_an_engine_that_fails_in_mid_stream_says_so_in_the_last_event():
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_decoding_answers_any_bytes_with_a_body_or_invalid_request(data):
     for kind in (CompletionRequest, ChatRequest):
-        try:
-            body = decode(data, kind)
-        except InvalidRequest as error:
-            assert str(error)
-        else:
-            assert isinstance(body, kind)
+        with suppress(InvalidRequest):
+            assert isinstance(decode(data, kind), kind)
 
 
 json_values = st.recursive(
