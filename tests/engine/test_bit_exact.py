@@ -1,8 +1,8 @@
 """Promise 1, on the real kernels: no schedule changes a bit of any answer.
 
 Each request's logits, at every token it generates, must equal to the bit those of the same request run alone, cold and
-in one piece. The schedules submit requests with shared prefixes at random moments, change the budget (so that prompts
-are cut anywhere) and the number of threads, abort, clear the cache, and have pools so small that they preempt and evict.
+in one piece. The schedules submit requests with shared prefixes at random moments, change the budget (so prompts are
+cut anywhere) and the number of threads, abort, clear the cache, and have pools so small that they preempt and evict.
 2,000 schedules in all, over the ISA levels that the machine has.
 """
 
