@@ -389,8 +389,8 @@ class StepInputs:
     """One step's rows, grouped by sequence.
 
     Sequence s owns rows [row_starts[s], row_starts[s + 1]), at least one; its rows are consecutive positions. The KV of
-    position p lies in block `block_tables[g][s, p // 16]` at offset p % 16, for each group g. A window group's table may
-    hold -1 for blocks that lie wholly outside the window of the sequence's first row of this step; they are never read.
+    position p lies in block `block_tables[g][s, p // 16]` at offset p % 16, for each group g. A window group's table
+    may hold -1 for blocks wholly outside the window of the sequence's first row of this step; they are never read.
 
     Attributes:
         token_ids: int32 `[num_rows]`.

@@ -123,7 +123,7 @@ class ReferenceExecutable:
         program: what to run. Its weights are dequantised to float32 once: 4 bytes a value.
         kv_dtype: of the KV blocks.
         num_threads: reported, not used: numpy has its own.
-        activation_bits: 8 rounds what products with integer weight types read, as the CPU kernels do; None: no rounding.
+        activation_bits: 8 rounds what products with integer weight types read, as the CPU kernels do; None does not.
     """
 
     def __init__(

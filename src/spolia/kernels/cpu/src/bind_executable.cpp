@@ -46,7 +46,7 @@ T* data(nb::handle array, const std::string& name, std::initializer_list<int64_t
   }
   if (!fits) throw std::invalid_argument(name + ": shape [" + found + "], expected [" + wanted + "]");
   for (i = int64_t(view.ndim()) - 1; i >= 0; --i) {
-    if (view.shape(i) > 1 && view.stride(i) != contiguous) throw std::invalid_argument(name + ": not C-contiguous");
+    if (view.size() > 0 && view.shape(i) > 1 && view.stride(i) != contiguous) throw std::invalid_argument(name + ": not C-contiguous");
     contiguous *= int64_t(view.shape(i));
   }
   return static_cast<T*>(view.data());
