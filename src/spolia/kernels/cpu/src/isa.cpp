@@ -18,17 +18,7 @@ SPOLIA_DECLARE_LEVEL(avx2)
 SPOLIA_DECLARE_LEVEL(avx512)
 #endif
 
-#if __has_include("linear.cpp")
-#define SPOLIA_LINEAR(level) level::linear_kernels()
-#else
-#define SPOLIA_LINEAR(level) LinearKernels{}
-#endif
-#if __has_include("attend.cpp")
-#define SPOLIA_ATTEND(level) level::attend_kernels()
-#else
-#define SPOLIA_ATTEND(level) AttendKernels{}
-#endif
-#define SPOLIA_LEVEL_TABLE(level) Kernels{#level, SPOLIA_LINEAR(level), SPOLIA_ATTEND(level), level::rowwise_kernels()}
+#define SPOLIA_LEVEL_TABLE(level) Kernels{#level, level::linear_kernels(), level::attend_kernels(), level::rowwise_kernels()}
 
 static std::vector<Kernels> find_levels() {
   std::vector<Kernels> found;
