@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from spolia.models.arch import ARCHITECTURES, BY_MODEL_TYPE
 from spolia.models.architecture import Architecture
 from spolia.models.config import ModelConfig, config_from_gguf, config_from_json
 from spolia.models.gguf import read_gguf
-from spolia.models.safetensors import read_folder, read_json, rename
+from spolia.models.safetensors import read_folder, read_json, rename, spelt
 from spolia.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _load_folder(folder: Path, name: str) -> Model:
     return Model(
         name=name,
         config=config,
-        program=_build(architecture, config, Weights(folder, tensors)),
+        program=_build(architecture, config, Weights(folder, tensors, spelt=partial(spelt, architecture=architecture))),
         tokenizer=tokenizer,
         chat_template=chat_template_from_folder(folder, tokenizer),
         paths=(config_path, *files.paths),

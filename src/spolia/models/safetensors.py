@@ -25,7 +25,7 @@ from spolia.kernels.program import Weight
 from spolia.kernels.quants import bytes_per_row, dequantize, quantize
 from spolia.models.architecture import Architecture
 
-__all__ = ["MODULES", "HfFolder", "read_folder", "read_json", "rename"]
+__all__ = ["MODULES", "HfFolder", "read_folder", "read_json", "rename", "spelt"]
 
 _DTYPES = ("F32", "F16", "BF16")
 _MAX_HEADER = 100 * 1024 * 1024  # the format's own limit
@@ -109,6 +109,15 @@ def rename(folder: HfFolder, architecture: Architecture, *, tied: bool) -> dict[
             weight = quantize(dequantize(weight) + np.float32(architecture.hf_norm_offset), "F32", name)
         renamed[new_name] = weight
     return renamed
+
+
+def spelt(name: str, architecture: Architecture) -> str:
+    """The usual name in safetensors files of the tensor that GGUF calls `name`: `rename`, the other way."""
+    module_of = {part: module for module, part in {**MODULES, **architecture.hf_names}.items()}
+    *layer, part, kind = name.split(".")  # layer: "blk" and its number, or nothing
+    module = module_of.get(part, part)
+    path = f"model.layers.{layer[1]}." if layer else "" if module == "lm_head" else "model."
+    return f"{path}{module}.{kind}"
 
 
 def read_json(path: Path) -> dict[str, Any]:

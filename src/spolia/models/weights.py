@@ -6,7 +6,7 @@ Names are GGUF's whatever the file's format (`blk.3.attn_q.weight`). What an arc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +20,15 @@ __all__ = ["Weights"]
 
 
 class Weights:
-    """Tensors of the model at `path`, each marked as used when it is asked for."""
+    """Tensors of the model at `path`, each marked as used when it is asked for.
 
-    def __init__(self, path: Path, tensors: Mapping[str, Weight]) -> None:
+    Args:
+        spelt: from GGUF's name of a tensor to that in the file, for messages.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Weight], *, spelt: Callable[[str], str] = str) -> None:
         self.path = path
+        self._spelt = spelt
         self._tensors = dict(tensors)
         self._used: set[str] = set()
 
@@ -77,14 +82,16 @@ class Weights:
         self._tensors[name] = Weight(name, weight.type, weight.shape, rows.reshape(weight.data.shape))
 
     def unused(self) -> list[str]:
-        """Names that were never asked for."""
-        return [name for name in self._tensors if name not in self._used]
+        """Names in the file of what was never asked for."""
+        return [weight.name for name, weight in self._tensors.items() if name not in self._used]
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Weight:
         weight = self._tensors.get(name)
         if weight is None:
-            raise ModelError(f"{self.path}: tensor {name!r} of shape {list(shape)} is missing")
+            raise ModelError(f"{self.path}: tensor {self._spelt(name)!r} of shape {list(shape)} is missing")
         if weight.shape != shape:
-            raise ModelError(f"{self.path}: tensor {name!r} has shape {list(weight.shape)}, expected {list(shape)}")
+            raise ModelError(
+                f"{self.path}: tensor {weight.name!r} has shape {list(weight.shape)}, expected {list(shape)}"
+            )
         self._used.add(name)
         return weight
