@@ -190,12 +190,14 @@ class KVCache:
         if cursor.position + len(ids) > lease.num_reserved_tokens:
             reserved = f"only {lease.num_reserved_tokens} are reserved; grow the lease first"
             raise LeaseError(f"{len(ids)} tokens were committed after {cursor.position}, but {reserved}")
-        if lease.borrowed:
-            self._return_borrowed(lease)
+        first_block = cursor.position // self.block_size
         node = cursor.node
         num_known = self._tree.insert(cursor, ids, lease.tables)
         if cursor.node is not node:
             self._retention.touch((cursor.node,))
+        if num_known or lease.borrowed:
+            self._return_borrowed(lease)
+            self._offer(cursor.node, first_block)
         self.stats.num_committed_tokens += len(ids)
         self.stats.num_duplicate_tokens += num_known
         if self._retention.window_queues:
@@ -432,6 +434,10 @@ class KVCache:
             for blocks, window in zip(node.blocks, self._tree.windows, strict=True):
                 assert blocks.size == num_touched
                 assert window is not None or (blocks.view >= 0).all(), "a full group has no tombstones"
+            if len(node.children) == 1 and node.end % self.block_size:
+                (child,) = node.children.values()
+                for ours, theirs, window in zip(node.blocks, child.blocks, self._tree.windows, strict=True):
+                    assert window is not None or ours.view[-1] == theirs.view[0], "one block, two copies"
             for cursor in node.cursors:
                 assert cursor.node is node
                 assert node.start < cursor.position <= node.end

@@ -72,9 +72,10 @@ class Evictor:
         return max(0, self._tree.first_needed_block(group, node.end) - node.start // self._tree.block_size)
 
     def unleased(self, node: RadixNode, group: int, stop: int) -> NDArray[np.intp]:
-        """Indices, among the node's first `stop` entries, of blocks that no lease holds."""
-        blocks = node.blocks[group].view[:stop]
-        return np.flatnonzero((blocks >= 0) & (self._tree.pools[group].num_leases(blocks) == 0))
+        """Indices, among the node's first `stop` entries, of blocks that are its to give up and no lease holds."""
+        first = 1 if self._tree.goes_on_in_parents_block(node, group) else 0
+        blocks = node.blocks[group].view[first:stop]
+        return first + np.flatnonzero((blocks >= 0) & (self._tree.pools[group].num_leases(blocks) == 0))
 
     def _num_free(self) -> int:
         return sum(pool.num_free for pool in self._tree.pools)

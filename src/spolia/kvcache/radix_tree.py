@@ -174,6 +174,15 @@ class RadixTree:
             # What ends in an upper node is decided with its own blocks: look again without this one.
             length = max(served, path[-1].start)
 
+    def goes_on_in_parents_block(self, node: RadixNode, group: int) -> bool:
+        """Whether the node's first block is its parent's last, which then answers for it when room is short."""
+        parent = node.parent
+        return (
+            node.start % self.block_size > 0
+            and parent is not None
+            and parent.blocks[group].view[-1] == node.blocks[group].view[0]
+        )
+
     def path_blocks(self, path: Sequence[RadixNode], group: int, first: int, stop: int) -> Ids:
         """Block ids of the path for block indices [first, stop)."""
         ids = np.full(stop - first, -1, np.int32)
@@ -390,10 +399,18 @@ class RadixTree:
         return num_tokens
 
     def give_up(self, node: RadixNode, group: int, indices: NDArray[np.intp]) -> None:
-        """Leave tombstones in place of these entries of a window group's block list."""
+        """Leave tombstones in place of these entries of a window group's block list.
+
+        Where a child goes on in the node's last block, its entry goes too: one block, one decision.
+        """
         blocks = node.blocks[group].view
+        last = blocks.item(-1)
         self.pools[group].drop(blocks[indices])
         blocks[indices] = -1
+        if last >= 0 and blocks[-1] < 0 and node.end % self.block_size:
+            for child in node.children.values():
+                if child.blocks[group].view[0] == last:
+                    self.give_up(child, group, np.zeros(1, np.intp))
 
     def own_last_block(self, node: RadixNode, tables: Sequence[IntBuffer]) -> None:
         """At the node's end, let the tree keep the lease's copies of the last block in place of its own."""
@@ -408,21 +425,31 @@ class RadixTree:
         if parent.parent is None:
             self.retire_root(parent)
             return
-        if not parent.children:
-            self._retention.offer(parent)
-        elif len(parent.children) == 1 and parent.end % self.block_size:
+        if len(parent.children) == 1 and parent.end % self.block_size:
             # The only child's first block has all that the parent's last has in it: two copies are one too many.
             (child,) = parent.children.values()
             for group, blocks in enumerate(child.blocks):
                 self._replace_last_block(parent, group, blocks.view[:1])
+        self._retention.offer(parent)
 
     def _replace_last_block(self, node: RadixNode, group: int, block: Ids) -> None:
-        """Keep `block` (one id, or a tombstone), which has the same tokens, in place of the node's last one."""
-        last = node.blocks[group].view[-1:]
-        if block.item() not in (-1, last.item()):
-            self.pools[group].keep(block)
-            self.pools[group].drop(last[last >= 0])
-            last[:] = block
+        """Keep `block` (one id, or a tombstone), which has the same tokens, in place of the node's last one.
+
+        If that is also the node's first, and goes on from the parent's last, the parent follows, and so on upwards.
+        """
+        while block.item() >= 0:
+            last = node.blocks[group].view[-1:]
+            if last.item() != block.item():
+                self.pools[group].keep(block)
+                self.pools[group].drop(last[last >= 0])
+                last[:] = block
+                self._retention.offer(node)
+            parent = node.parent
+            if node.blocks[group].size > 1 or node.start % self.block_size == 0 or parent is None:
+                return
+            if len(parent.children) > 1:
+                return
+            node = parent
 
     # -- Looking over it -----------------------------------------------------------------------------------------------
 
