@@ -22,10 +22,6 @@ NB_MODULE(_cpu, m) {
         "The level that is used for `name`; '' is the one that SPOLIA_ISA names, else the best.");
   bind_executable(m);
   bind_rowwise(m);
-#if __has_include("bind_linear.cpp")
   bind_linear(m);
-#endif
-#if __has_include("bind_attend.cpp")
   bind_attend(m);
-#endif
 }
