@@ -107,11 +107,13 @@ def setting(level: str, variant: str) -> Setting:
     trunks = [[rng.randrange(VOCAB_SIZE) for _ in range(120)] for _ in range(4)]
     requests = []
     for seed in range(NUM_REQUESTS):
-        prompt = rng.choice(trunks)[: rng.randrange(1, 110)] + [
+        # Long prompts with short answers, and the other way round, which is what outgrows a pool.
+        most_prompt, answers = (110, range(1, 8)) if seed % 2 else (30, range(20, 60))
+        prompt = rng.choice(trunks)[: rng.randrange(1, most_prompt)] + [
             rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(10))
         ]
-        options = {"temperature": 0.0} if seed % 2 else {"temperature": 1.2, "top_k": 40}
-        requests.append((prompt, SamplingParams(max_tokens=rng.randrange(1, 20), seed=seed, **options)))
+        options = {"temperature": 0.0} if seed % 3 else {"temperature": 1.2, "top_k": 40}
+        requests.append((prompt, SamplingParams(max_tokens=rng.choice(answers), seed=seed, **options)))
     made = Setting(executable, tuple(group.window for group in program.cache_groups), requests, {}, [])
     for prompt, params in requests:
         admission, core = made.engine(-(-MAX_CONTEXT // 16), CheckedSampler(made.expected, record=True))
@@ -123,8 +125,8 @@ def setting(level: str, variant: str) -> Setting:
 def run_schedule(made: Setting, rng: random.Random) -> Counter[str]:
     """One schedule; counts what happened in it."""
     sampler = CheckedSampler(made.expected)
-    admission, core = made.engine(num_blocks=rng.choice([10, 12, 16, 40]), sampler=sampler)
-    waiting = [rng.randrange(NUM_REQUESTS) for _ in range(rng.randrange(2, 9))]
+    admission, core = made.engine(num_blocks=rng.choice([9, 10, 12, 30]), sampler=sampler)
+    waiting = [rng.randrange(NUM_REQUESTS) for _ in range(rng.randrange(2, 8))]
     submitted: dict[str, int] = {}
     happened: Counter[str] = Counter()
     while waiting or core.has_work:
@@ -136,11 +138,11 @@ def run_schedule(made: Setting, rng: random.Random) -> Counter[str]:
         event = rng.random()
         if event < 0.3:
             core.set_max_batch_tokens(rng.randrange(MAX_SEQUENCES, MAX_BATCH_TOKENS + 1))
-        elif event < 0.4:
+        elif event < 0.35:
             made.executable.set_num_threads(rng.randrange(1, 4))
-        elif event < 0.42:
+        elif event < 0.37:
             core.abort(rng.choice(list(submitted)))
-        elif event < 0.43:
+        elif event < 0.38:
             core.cache.clear()
         for request_id, delta in core.step():
             if delta.output is None:
@@ -171,7 +173,7 @@ def test_no_schedule_changes_a_bit_of_any_answer(level, variant):
     # What the schedules are for did happen, often.
     assert happened["length"] > 500
     assert happened["abort"] > 20
-    assert happened["preemptions"] > 50
+    assert happened["preemptions"] > 15
     assert happened["evicted tokens"] > 1_000
     assert happened["copied blocks"] > 50
     assert happened["reused tokens"] > 10_000
