@@ -18,43 +18,52 @@ from .harness import Pace, chatty_engine, eventually, metric, serving
 COMPLETIONS = "/v1/completions"
 
 
-async def leave_early(
-    http: httpx.AsyncClient, url: str, rng: random.Random, *, vocab_size: int, max_tokens: int
-) -> str:
-    """Ask for something and leave at a random moment; returns how far it came."""
+async def leave_early(url: str, rng: random.Random, *, vocab_size: int, max_tokens: int) -> str:
+    """Ask for something and hang up at a random moment; returns how far it came.
+
+    On a bare socket, for a moment may lie anywhere: before the request was sent whole, too.
+    """
     shared = list(range(40, 40 + rng.randrange(1, 60)))
     prompt = shared + [rng.randrange(vocab_size) for _ in range(rng.randrange(1, 60))]
     stream = rng.random() < 0.5
-    body = {"prompt": prompt, "max_tokens": rng.randrange(1, max_tokens), "ignore_eos": True, "stream": stream}
+    body = json.dumps(
+        {"prompt": prompt, "max_tokens": rng.randrange(1, max_tokens), "ignore_eos": True, "stream": stream}
+    ).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    message = head.encode() + body
+    if rng.random() < 0.05:
+        message = message[: rng.randrange(1, len(message))]
+    leave_after = rng.randrange(0, 30)
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
 
-    async def ask() -> str:
-        async with http.stream("POST", url + COMPLETIONS, json=body) as response:
-            assert response.status_code == 200
-            leave_after = rng.randrange(0, 30)
-            num_lines = 0
-            async for line in response.aiter_lines():
-                num_lines += line.startswith("data: {")
-                if stream and num_lines > leave_after:
-                    return "left in mid-stream"
-            return "finished"
+    async def read() -> str:
+        num_events = 0
+        while line := await reader.readline():
+            assert not line.startswith(b"HTTP/1.1") or b" 200 " in line
+            num_events += line.startswith(b"data: {")
+            if stream and num_events > leave_after:
+                return "left in mid-stream"
+        return "finished"
 
     try:
-        return await asyncio.wait_for(ask(), timeout=rng.choice([0.001, 0.01, 0.05, 0.2, 5.0]))
+        writer.write(message)
+        return await asyncio.wait_for(read(), timeout=rng.choice([0.001, 0.01, 0.05, 0.2, 5.0]))
     except TimeoutError:
         return "gave up waiting"
+    finally:
+        writer.transport.abort()
 
 
 async def abort_many(url: str, *, num_clients: int, vocab_size: int, max_tokens: int, concurrency: int) -> list[str]:
     rng = random.Random(num_clients)
     room = asyncio.Semaphore(concurrency)
-    limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(timeout=60, limits=limits) as http:
 
-        async def one() -> str:
-            async with room:
-                return await leave_early(http, url, rng, vocab_size=vocab_size, max_tokens=max_tokens)
+    async def one() -> str:
+        async with room:
+            return await leave_early(url, rng, vocab_size=vocab_size, max_tokens=max_tokens)
 
-        return await asyncio.gather(*(one() for _ in range(num_clients)))
+    return await asyncio.gather(*(one() for _ in range(num_clients)))
 
 
 def assert_nothing_is_held(url: str, engine: AsyncEngine) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 import spolia
@@ -17,7 +18,7 @@ from spolia.errors import SpoliaError
 from spolia.server.chat import ChatEndpoint
 from spolia.server.completions import CompletionEndpoint
 from spolia.server.config import ServerConfig
-from spolia.server.errors import handle_error, handle_http_exception
+from spolia.server.errors import handle_disconnect, handle_error, handle_http_exception
 from spolia.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from spolia.server.served import ServedModels
 from spolia.server.status import StatusEndpoints
@@ -47,6 +48,7 @@ def create_app(engines: Mapping[str, AsyncEngine | Future[AsyncEngine]], config:
     app.state.models = models
     app.add_exception_handler(SpoliaError, handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
+    app.add_exception_handler(ClientDisconnect, handle_disconnect)
     app.add_exception_handler(Exception, handle_error)
 
     status, tokenize = StatusEndpoints(models), TokenizeEndpoints(models, config)

@@ -15,7 +15,15 @@ from starlette.responses import Response
 
 from spolia.errors import InvalidRequest, NotReady, Overloaded, SpoliaError, UnknownModel
 
-__all__ = ["BodyTooLarge", "ErrorBody", "error_body", "error_response", "handle_error", "handle_http_exception"]
+__all__ = [
+    "BodyTooLarge",
+    "ErrorBody",
+    "error_body",
+    "error_response",
+    "handle_disconnect",
+    "handle_error",
+    "handle_http_exception",
+]
 
 logger = logging.getLogger("spolia.server")
 
@@ -77,6 +85,11 @@ async def handle_error(request: Request, error: Exception) -> Response:
     if _kind(error)[0] == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return error_response(error)
+
+
+async def handle_disconnect(_: Request, __: Exception) -> Response:
+    """The client left while it was still sending: nobody reads this."""
+    return Response(status_code=499)
 
 
 async def handle_http_exception(_: Request, error: Exception) -> Response:

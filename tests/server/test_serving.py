@@ -1,0 +1,123 @@
+"""`spolia serve` as a process: it listens at once, answers once loaded, drains on a signal, and fails in one line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from .harness import eventually, metric
+from .process import ServerProcess, server_process
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture
+def process(smollm2_path: Path) -> Iterator[ServerProcess]:
+    with server_process(smollm2_path, "--name", "smollm2", "--kv-memory", "64MiB", "--threads", "1") as process:
+        process.await_ready()
+        yield process
+
+
+def begin(url: str, num_tokens: int) -> tuple[httpx.Response, Iterator[str]]:
+    """A stream that has had its first event, and the rest of it."""
+    body = {"model": "smollm2", "prompt": "Once", "max_tokens": num_tokens, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True}}  # fmt: skip
+    client = httpx.Client(timeout=60)
+    response = client.send(client.build_request("POST", url + COMPLETIONS, json=body), stream=True)
+    assert response.status_code == 200
+    lines = response.iter_lines()
+    assert next(lines).startswith("data: {")
+    return response, lines
+
+
+def events_of(lines: Iterator[str]) -> list[dict[str, object]]:
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_what_runs_and_takes_nothing_new(process, number):
+    url = process.url
+    _, lines = begin(url, 300)
+    process.signal(number)
+    with pytest.raises(httpx.TransportError):
+        eventually(lambda: httpx.get(f"{url}/health").status_code == 0, timeout_s=10)  # ends by raising
+    events = events_of(lines)
+    assert events[-1]["usage"]["completion_tokens"] == 300
+    assert process.wait() == 0
+
+
+def test_a_second_signal_aborts_what_runs(process):
+    _, lines = begin(process.url, 2500)
+    process.signal(signal.SIGINT)
+    process.signal(signal.SIGINT)
+    events = events_of(lines)
+    assert events[-2]["choices"][0]["finish_reason"] == "abort"
+    assert events[-1]["usage"]["completion_tokens"] < 2500
+    assert process.wait() == 0
+
+
+def test_an_idle_server_ends_at_once(process):
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0
+    assert not process.find("Traceback")
+
+
+def test_each_request_is_one_line_of_log(process):
+    body = {"model": "smollm2", "prompt": [5, 6, 7, 8], "max_tokens": 3, "ignore_eos": True}
+    reply = httpx.post(process.url + COMPLETIONS, json=body, timeout=60)
+    eventually(lambda: process.find("finish=") is not None)
+    (line,) = [line for line in process.log if "request=" in line]
+    assert (
+        f"request={reply.headers['x-request-id']}-0 model=smollm2 prompt_tokens=4 cached_tokens=0 output_tokens=3"
+        in line
+    )
+    assert line.rstrip().endswith("finish=length")
+
+
+def test_the_address_answers_before_the_model_is_loaded(smollm2_path):
+    with server_process(smollm2_path, "--kv-memory", "64MiB") as process:
+        first = httpx.get(f"{process.url}/health")  # loading takes a while, but need not take longer than this
+        assert (first.status_code, "loading" in first.text) in ((503, True), (200, False))
+        process.await_ready()
+        assert httpx.get(f"{process.url}/health").status_code == 200
+
+
+def test_flags_reach_the_engine(smollm2_path):
+    flags = ["--kv-dtype", "f32", "--kv-memory", "32MiB", "--max-context", "512", "--check", "--name", "small"]
+    with server_process(smollm2_path, *flags) as process:
+        process.await_ready()
+        card = httpx.get(f"{process.url}/v1/models").json()["data"][0]
+        assert (card["id"], card["max_model_len"]) == ("small", 512)
+        # A block of 16 tokens, 30 layers, 3 heads of 64, keys and values, 4 bytes each.
+        block_bytes = 16 * 30 * 3 * 64 * 2 * 4
+        assert metric(process.url, "spolia_kv_blocks", state="free") == (32 << 20) // block_bytes
+        assert httpx.post(process.url + COMPLETIONS, json={"prompt": "Hi", "max_tokens": 5}).status_code == 200
+
+
+def test_a_port_in_use_is_one_line_and_status_1(smollm2_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = ServerProcess(str(smollm2_path), "--port", str(port))
+        process.popen.wait(timeout=60)
+    assert process.wait() == 1
+    assert process.log[-1].startswith(f"spolia: cannot listen on 127.0.0.1 port {port}")
+    assert not process.find("Traceback")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"GGUF", "truncated"), (b"nonsense" * 100, "GGUF")], ids=["cut short", "not a model"]
+)
+def test_a_broken_model_is_one_line_and_status_1(tmp_path, content, message):
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    process = ServerProcess(str(path))
+    assert process.wait() == 1
+    assert process.log[-1].startswith("spolia: ")
+    assert message in process.log[-1]
+    assert not process.find("Traceback")

@@ -1,0 +1,217 @@
+"""The `spolia` command, as a process: what it prints where, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import typer
+
+from spolia.cli.flags import EngineFlags, SamplingFlags, parse_size
+from spolia.engine import EngineConfig, SamplingParams
+
+SMALL = ["--kv-memory", "64MiB", "--max-context", "1024"]
+
+
+def spolia(
+    *arguments: str, stdin: str = "", environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "spolia", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **(environment or {})},
+        check=False,
+    )
+
+
+def assert_one_line_of_error(result: subprocess.CompletedProcess[str], status: int, *words: str) -> None:
+    assert result.returncode == status, result.stderr
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("spolia: ")
+    assert all(word in line for word in words), line
+
+
+def modules_after(*arguments: str) -> set[str]:
+    """What is imported once a command line has run."""
+    code = f"""
+import sys
+sys.argv = ['spolia', *{list(arguments)!r}]
+from spolia.cli import main
+try:
+    main()
+finally:
+    print(chr(10), *sys.modules, file=sys.stderr)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return set(result.stderr.split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["models", "--help"], ["--version"]])
+def test_help_imports_neither_engine_nor_server(arguments: Sequence[str]):
+    heavy = {"numpy", "torch", "fastapi", "uvicorn", "rich", "msgspec", "httpx", "spolia.engine", "spolia.models"}
+    assert modules_after(*arguments) & heavy == set()
+
+
+def test_help_names_every_subcommand():
+    result = spolia("--help")
+    assert result.returncode == 0
+    assert all(name in result.stdout for name in ("serve", "generate", "chat", "pull", "models", "bench"))
+
+
+def test_engine_flags_are_fields_of_the_engines_settings():
+    given = EngineFlags(kv_dtype="f32", kv_memory=1 << 20, num_threads=1, max_context=64, check=True).config()
+    assert given == EngineConfig(kv_dtype="f32", kv_memory=1 << 20, num_threads=1, max_context=64, check=True)
+    assert EngineFlags().config() == EngineConfig()
+
+
+def test_sampling_flags_are_fields_of_the_sampling_parameters():
+    flags = SamplingFlags(max_tokens=5, temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, seed=7, stop=["a", "b"])
+    expected = {"max_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7}
+    assert flags.params() == SamplingParams(**expected, stop=("a", "b"))
+    assert SamplingFlags().params(temperature=0.0) == SamplingParams(temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("65536", 65536), ("2GiB", 2 << 30), ("512m", 512_000_000), ("1.5 GB", 1_500_000_000), ("4kib", 4096)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2 gigs", "1e9"])
+def test_other_sizes_are_refused(text: str):
+    with pytest.raises(typer.BadParameter, match="not a size"):
+        parse_size(text)
+
+
+def test_generate_answers_an_instruct_model_through_its_chat_template(smollm2_path: Path):
+    result = spolia("generate", "smollm2", "Name three rivers.", "-n", "60", *SMALL)
+    assert result.returncode == 0, result.stderr
+    assert "river" in result.stdout.lower()
+    assert re.search(r"\[\d+ tokens in, 0 reused · \d+ out · \d+ tok/s · first after \d+ ms", result.stderr)
+
+
+def test_raw_continues_the_text_itself(smollm2_path: Path):
+    result = spolia("generate", str(smollm2_path), "The capital of France is", "--raw", "-n", "8", *SMALL)
+    assert result.returncode == 0, result.stderr
+    assert "Paris" in result.stdout
+    assert "cut at its limit" in result.stderr
+
+
+def test_a_prompt_may_come_through_a_pipe(smollm2_path: Path):
+    piped = spolia("generate", "smollm2", "-", "--raw", "-n", "8", *SMALL, stdin="The capital of France is")
+    assert piped.stdout == spolia("generate", "smollm2", "The capital of France is", "--raw", "-n", "8", *SMALL).stdout
+
+
+def test_a_base_model_gets_a_plain_completion(gemma3_path: Path):
+    result = spolia("generate", "gemma3:270m", "The capital of France is", "-n", "6", "--kv-dtype", "f16", *SMALL)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+    assert result.stderr.startswith("[6 tokens in")  # the text and the token that begins every text: no template
+
+
+def test_chat_works_through_a_pipe_and_shows_reuse(smollm2_path: Path):
+    lines = "My name is Ada.\nWhat is my name?\n/reset\n/what\nHello\n/quit\nnever read\n"
+    result = spolia("chat", "smollm2", "-t", "0", "-n", "40", "--seed", "1", *SMALL, stdin=lines)
+    assert result.returncode == 0, result.stderr
+    figures = re.findall(r"\[(\d+) tokens in, (\d+) reused", result.stderr)
+    assert len(figures) == 3
+    (first, _), (second, reused), _ = ((int(a), int(b)) for a, b in figures)
+    assert reused >= first
+    assert second > reused
+    assert "forgotten" in result.stderr
+    assert "> " not in result.stdout
+
+
+def test_chat_needs_a_chat_template(gemma3_path: Path):
+    assert_one_line_of_error(spolia("chat", "gemma3:270m", *SMALL), 2, "base model", "spolia generate")
+
+
+def test_pull_prints_where_the_model_is(smollm2_path: Path):
+    assert spolia("pull", "smollm2").stdout.strip() == str(smollm2_path)
+
+
+def test_models_lists_what_has_a_name():
+    result = spolia("models", environment={"COLUMNS": "200"})
+    assert result.returncode == 0
+    assert all(name in result.stdout for name in ("smollm2", "gemma3:270m", "qwen2.5-coder:0.5b", "Apache-2.0"))
+
+
+def test_models_rm_deletes_a_file_of_the_cache_folder(tmp_path: Path):
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "mine.gguf").write_bytes(bytes(3_000_000))
+    environment = {"SPOLIA_CACHE": str(tmp_path)}
+    assert "mine" in spolia("models", environment=environment).stdout
+    assert spolia("models", "rm", "mine", environment=environment).stdout == "mine: 3 MB freed\n"
+    assert not (folder / "mine.gguf").exists()
+    assert_one_line_of_error(spolia("models", "rm", "mine", environment=environment), 1, "mine")
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "{}", "x"], ["pull", "{}"], ["serve", "{}", "--port", "0"], ["chat", "{}"]]
+)
+def test_an_unknown_model_is_one_line_and_status_1(command: list[str]):
+    result = spolia(*(part.format("smolm2") for part in command))
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("spolia: no model is called 'smolm2'. Did you mean smollm2?")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--kv-dtype", "int3"], ["kv_dtype", "int3", "bf16"]),
+        (["--max-context", "1000000"], ["max_context", "1000000"]),
+        (["--temperature", "-1"], ["temperature", "-1"]),
+        (["--threads", "0"], ["num_threads", "0"]),
+        (["-n", "0"], ["max_tokens", "0"]),
+        (["--raw", "--system", "Be brief."], ["--system"]),
+    ],
+)
+def test_an_impossible_flag_is_one_line_and_status_2(smollm2_path: Path, flags: list[str], words: list[str]):
+    assert_one_line_of_error(spolia("generate", "smollm2", "x", *flags), 2, *words)
+
+
+def test_a_prompt_that_is_too_long_is_one_line_and_status_2(smollm2_path: Path):
+    assert_one_line_of_error(spolia("generate", "smollm2", "word " * 2000, *SMALL), 2, "1024")
+
+
+def test_debugging_shows_the_traceback():
+    result = spolia("pull", "smolm2", environment={"SPOLIA_DEBUG": "1"})
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+
+
+def test_bench_starts_a_server_measures_it_and_ends_it(smollm2_path: Path):
+    flags = ["--only", "warm", "--label", "here", "--max-context", "2304", "--kv-memory", "128MiB", "--threads", "2"]
+    result = spolia("bench", "smollm2", *flags)
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stdout.splitlines()
+    measured = json.loads(line)
+    assert (measured["label"], measured["workload"], measured["n"]) == ("here", "warm_2048", 6)
+    assert measured["hit"] == pytest.approx(2048 / 2056, abs=1e-3)
+    assert measured["ttft_ms"]["p50"] > 0
+    assert "warm_2048" in result.stderr
+
+
+def test_bench_refuses_unknown_workloads_and_no_target():
+    assert_one_line_of_error(spolia("bench"), 2, "--url")
+    result = spolia("bench", "--url", "http://127.0.0.1:9", "--model", "m", "--vocab", "100", "--only", "nonsense")
+    assert_one_line_of_error(result, 1, "nonsense", "decode_b1")
+
+
+def test_bench_says_what_is_wrong_with_a_server_that_is_not_there():
+    result = spolia("bench", "--url", "http://127.0.0.1:9", "--model", "m", "--vocab", "100")
+    assert_one_line_of_error(result, 1, "benchmark failed")
