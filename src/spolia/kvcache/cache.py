@@ -417,7 +417,8 @@ class KVCache:
             assert lease.num_computed_tokens <= lease.num_reserved_tokens
             assert len({table.size for table in lease.tables}) == 1, "groups reserve alike"
         for node in nodes:
-            self._check_queued(node)
+            if not node.children and self._evictor.evictable_end(node) < node.end:
+                assert node in self._retention.leaves, "an evictable leaf is not queued"
 
     def _check_tree(self) -> list[RadixNode]:
         nodes = list(self._tree.nodes())
@@ -444,18 +445,10 @@ class KVCache:
             for position, _ in node.scars:
                 assert node.start < position <= node.end
             num_cursors += len(node.cursors)
+            holds_nothing = all((blocks.view < 0).all() for blocks in node.blocks)
+            assert node.children or node.cursors or not holds_nothing, "a bare leaf"
         assert num_cursors == len(self._leases)
         return nodes
-
-    def _check_queued(self, node: RadixNode) -> None:
-        evictor, retention = self._evictor, self._retention
-        if not node.children and evictor.evictable_end(node) < node.end:
-            assert node in retention.leaves, "an evictable leaf is not queued"
-        for group, queues in retention.window_queues.items():
-            if len(evictor.unleased(node, group, evictor.interior(node, group))):
-                assert node in queues.interior, "a node with an evictable interior is not queued"
-            if len(evictor.unleased(node, group, node.blocks[group].size)):
-                assert node in queues.live, "a node with an evictable window block is not queued"
 
 
 def _as_ids(token_ids: ArrayLike) -> Ids:

@@ -72,10 +72,9 @@ class Evictor:
         return max(0, self._tree.first_needed_block(group, node.end) - node.start // self._tree.block_size)
 
     def unleased(self, node: RadixNode, group: int, stop: int) -> NDArray[np.intp]:
-        """Indices, among the node's first `stop` entries, of blocks that are its to give up and no lease holds."""
-        first = 1 if self._tree.goes_on_in_parents_block(node, group) else 0
-        blocks = node.blocks[group].view[first:stop]
-        return first + np.flatnonzero((blocks >= 0) & (self._tree.pools[group].num_leases(blocks) == 0))
+        """Indices, among the node's first `stop` entries, of blocks that no lease holds."""
+        blocks = node.blocks[group].view[:stop]
+        return np.flatnonzero((blocks >= 0) & (self._tree.pools[group].num_leases(blocks) == 0))
 
     def _num_free(self) -> int:
         return sum(pool.num_free for pool in self._tree.pools)
@@ -103,6 +102,18 @@ class Evictor:
 
     def _evict_window(self, group: int, num_blocks: int) -> bool:
         pool = self._tree.pools[group]
+        self._leave_tombstones(group, num_blocks)
+        if pool.num_free < num_blocks and pool.num_cached > 0:
+            # Whatever is cached can go, but a block that a split went through may lie in nodes off the path of the lease
+            # that held it last, where nobody has offered it.
+            self._stats.num_rescans += 1
+            for node in self._tree.nodes():
+                self._retention.offer(node)
+            self._leave_tombstones(group, num_blocks)
+        return pool.num_free >= num_blocks
+
+    def _leave_tombstones(self, group: int, num_blocks: int) -> None:
+        pool = self._tree.pools[group]
         queues = self._retention.window_queues[group]
         for queue in (queues.interior, queues.live):
             while pool.num_free < num_blocks:
@@ -120,4 +131,3 @@ class Evictor:
                 if len(wanted) < len(indices):
                     queue.push(node)
                 self.prune(node)
-        return pool.num_free >= num_blocks

@@ -174,15 +174,6 @@ class RadixTree:
             # What ends in an upper node is decided with its own blocks: look again without this one.
             length = max(served, path[-1].start)
 
-    def goes_on_in_parents_block(self, node: RadixNode, group: int) -> bool:
-        """Whether the node's first block is its parent's last, which then answers for it when room is short."""
-        parent = node.parent
-        return (
-            node.start % self.block_size > 0
-            and parent is not None
-            and parent.blocks[group].view[-1] == node.blocks[group].view[0]
-        )
-
     def path_blocks(self, path: Sequence[RadixNode], group: int, first: int, stop: int) -> Ids:
         """Block ids of the path for block indices [first, stop)."""
         ids = np.full(stop - first, -1, np.int32)
@@ -242,8 +233,8 @@ class RadixTree:
 
         Walks on from the cursor. At each turn one of four cases holds:
 
-          1. The tree goes on with tokens of its own inside an edge. As far as they are ours, somebody else has computed
-             them too (to the same bits): `_share`. Where they differ, split the edge; the next turn finds case 4.
+          1. The tree goes on inside an edge. Where its tokens differ from ours, split it: the next turn finds case 4.
+             The tokens before are computed twice, to the same bits: `_share`.
           2. The node ends here, and a child begins with our next token: step down; the next turn finds case 1.
           3. The node ends here and is a leaf: lengthen it. Decoding stays in this case: O(1) amortised per token.
           4. The node ends here and others branch off (or it is the root): a new child.
@@ -261,13 +252,12 @@ class RadixTree:
             rest = token_ids[len(token_ids) - (end - position) :]
             if position < node.end:
                 size = common_prefix(node.edge.view[position - node.start :], rest)
+                if size < len(rest) and position + size < node.end:
+                    self._split(node, position + size)
                 if size > 0:
-                    self._share(node, position, position + size, tables)
+                    self._share(cursor.node, position, position + size, tables)
                     num_known += size
-                    position += size
-                    cursor.position = position
-                if position < end and position < node.end:
-                    self._split(node, position)
+                    position = cursor.position = position + size
                 continue
             child = node.children.get(rest.item(0))
             if child is None:
@@ -399,18 +389,10 @@ class RadixTree:
         return num_tokens
 
     def give_up(self, node: RadixNode, group: int, indices: NDArray[np.intp]) -> None:
-        """Leave tombstones in place of these entries of a window group's block list.
-
-        Where a child goes on in the node's last block, its entry goes too: one block, one decision.
-        """
+        """Leave tombstones in place of these entries of a window group's block list."""
         blocks = node.blocks[group].view
-        last = blocks.item(-1)
         self.pools[group].drop(blocks[indices])
         blocks[indices] = -1
-        if last >= 0 and blocks[-1] < 0 and node.end % self.block_size:
-            for child in node.children.values():
-                if child.blocks[group].view[0] == last:
-                    self.give_up(child, group, np.zeros(1, np.intp))
 
     def own_last_block(self, node: RadixNode, tables: Sequence[IntBuffer]) -> None:
         """At the node's end, let the tree keep the lease's copies of the last block in place of its own."""

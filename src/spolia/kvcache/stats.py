@@ -32,3 +32,5 @@ class CacheStats:
     num_evicted_blocks: int = 0
     num_evicted_tokens: int = 0
     num_cleared_tokens: int = 0
+    num_rescans: int = 0
+    """Times that all nodes were looked through for a block to give up."""
