@@ -108,6 +108,16 @@ def test_salts_keep_apart():
     assert answer(engine, prompt, cache_salt="a").num_cached_tokens == 39
 
 
+@pytest.mark.parametrize("windows", [(None, 40), (24,)])
+@pytest.mark.parametrize(("num_windows", "extra"), [(1, -1), (1, 0), (1, 1), (3, 0)])
+def test_the_same_prompt_again_is_a_hit_at_any_distance_from_the_window(windows, num_windows, extra):
+    prompt = list(range(num_windows * windows[-1] + extra))
+    engine = toy_engine(windows=windows)
+    cold, warm = answer(engine, prompt), answer(engine, prompt)
+    assert list(cold.token_ids) == list(warm.token_ids) == toy_answer(prompt, 8, windows)
+    assert warm.num_cached_tokens == len(prompt) - 1
+
+
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_a_preemption_storm_passes_and_changes_no_answer(windows):
     """Eight answers of 80 tokens in a pool that holds three: all end, right, and the work done twice is bounded."""
