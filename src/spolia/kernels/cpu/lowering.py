@@ -9,8 +9,8 @@ layer is five stages:
     norm, prepare                       q, k, v products
     rope, store k and v in the blocks   attention
     merge splits, prepare               output product + residual
-    norm, prepare                       gate and up products
-    glu, prepare                        down product + residual
+    norm, prepare                       up product * act(gate product)
+    prepare                             down product + residual
 
 `prepare` turns a row into what a product reads (int8 with scales, say), once for all products that read it. A value
 that only its stage's row part touches never leaves that thread's scratch. After the last attention only the rows whose
@@ -94,8 +94,10 @@ class RowOp:
     row_kind: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Matmul:
+    """out = rows @ matrix.T + bias, then one of: + residual; scaled and capped; * act(rows @ gate.T + gate_bias)."""
+
     matrix: int
     rows: int
     out: int
@@ -103,6 +105,9 @@ class Matmul:
     residual: int = -1
     scale: float = 1.0
     softcap: float = 0.0
+    gate: int = -1
+    gate_bias: int = -1
+    act: str = "silu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +178,8 @@ def part_names(plan: Plan) -> list[str]:
     names = []
     for stage in plan.stages:
         kinds = ["merge"] * bool(stage.merges) + [op.kind for op in stage.row_ops] + ["store"] * bool(stage.stores)
-        products = [re.sub(r"\d+", "N", plan.matrices[matmul.matrix].name) for matmul in stage.matmuls]
+        matrices = [i for matmul in stage.matmuls for i in (matmul.gate, matmul.matrix) if i >= 0]
+        products = [re.sub(r"\d+", "N", plan.matrices[i].name) for i in matrices]
         heavy = products + [f"attend window={plan.layers[i].window}" for i in stage.attends]
         names += [" ".join(dict.fromkeys(kinds)) or "nothing", " ".join(heavy) or "nothing"]
     return names
@@ -191,6 +197,8 @@ class _Lowering:
         self.row_format = row_format
         self.points: list[int] = []  # by op: when its result is there
         self.sums: dict[int, Add] = {}  # by product: the sum that is its epilogue
+        self.pairs: dict[int, tuple[Linear, Linear]] = {}  # by Glu: the products of gate and up, multiplied with it
+        self.paired: set[int] = set()  # those products
         self.first_logits_stage = 0
         self.stages: list[Stage] = []
         self.places: dict[Hashable, _Place] = {}  # by value id, or by what else is kept in a buffer
@@ -221,7 +229,7 @@ class _Lowering:
     def _schedule(self) -> None:
         """Give each op the earliest point that its operands allow."""
         ready: dict[int, int] = {}
-        products = {op.out.id for op in self.program.ops if isinstance(op, Linear)}
+        products = {op.out.id: op for op in self.program.ops if isinstance(op, Linear)}
         num_reads = Counter(value.id for op in self.program.ops for value in inputs(op))
         for op in self.program.ops:
             rows = max((ready[value.id] for value in inputs(op)), default=0)
@@ -240,6 +248,14 @@ class _Lowering:
                             self.sums[product.id] = op
                             point = ready[product.id]
                             break
+                case Glu(out=out, gate=gate, up=up):
+                    point = rows
+                    pair = [products[value.id] for value in (gate, up) if value.id in products]
+                    only_here = num_reads[gate.id] == num_reads[up.id] == 1
+                    if len(pair) == 2 and only_here and self._same_rows(*pair):
+                        self.pairs[out.id] = (pair[0], pair[1])
+                        self.paired |= {gate.id, up.id}
+                        point = ready[up.id]
                 case _:
                     point = rows
             self.points.append(point)
@@ -249,6 +265,10 @@ class _Lowering:
             Stage(Domain.STEP if i < self.first_logits_stage else Domain.LOGITS)
             for i in range(max(self.points) // 2 + 1)
         ]
+
+    def _same_rows(self, *products: Linear) -> bool:
+        """Whether they read the same prepared rows."""
+        return len({(op.x.id, self.row_format(op.weight.type, op.x.width)) for op in products}) == 1
 
     def _emit(self, op: Op, stage: int) -> None:
         match op:
@@ -264,6 +284,18 @@ class _Lowering:
             case Rope(out=out, x=x, head_dim=head_dim, rope=rope):
                 turn = RowOp(kind="rope", group=head_dim, half=len(rope.inv_freq), b=self._rope_table(rope, stage))
                 self._row_op(stage, turn, out, x)
+            case Glu(out=out, act=act) if out.id in self.pairs:
+                gate_op, up_op = self.pairs[out.id]
+                matmul = Matmul(
+                    matrix=self._matrix(up_op.weight),
+                    rows=self._prepare(up_op.x, up_op.weight, stage),
+                    out=self._write(out.id, _float_bytes(out.width), stage),
+                    bias=self._vector(up_op.bias),
+                    gate=self._matrix(gate_op.weight),
+                    gate_bias=self._vector(gate_op.bias),
+                    act=act,
+                )
+                self.stages[stage].matmuls.append(matmul)
             case Glu(out=out, gate=gate, up=up, act=act):
                 self._row_op(stage, RowOp(kind="glu", act=act), out, gate, up)
             case Activation(out=out, x=x, act=act):
@@ -275,21 +307,32 @@ class _Lowering:
                     self._row_op(stage, RowOp(kind="add"), out, a, b)
             case Attend():
                 self._attend(op, stage - 1, stage)
+            case Linear(out=out) if out.id in self.paired:
+                pass
             case Linear(out=out, x=x, weight=weight, bias=bias):
                 rows, residual = self._prepare(x, weight, stage), -1
                 if out.id in self.sums:
                     total = self.sums[out.id]
                     residual = self._read((total.b if total.a.id == out.id else total.a).id, stage)
                     out = total.out
-                target = self._write(out.id, _float_bytes(out.width), stage)
-                self.stages[stage].matmuls.append(
-                    Matmul(self._matrix(weight), rows, target, self._vector(bias), residual)
+                matmul = Matmul(
+                    matrix=self._matrix(weight),
+                    rows=rows,
+                    out=self._write(out.id, _float_bytes(out.width), stage),
+                    bias=self._vector(bias),
+                    residual=residual,
                 )
+                self.stages[stage].matmuls.append(matmul)
             case Logits(x=x, weight=weight, bias=bias, scale=scale, softcap=softcap):
-                rows = self._prepare(x, weight, stage)
-                self.stages[stage].matmuls.append(
-                    Matmul(self._matrix(weight), rows, LOGITS_ARRAY, self._vector(bias), -1, scale, softcap or 0.0)
+                matmul = Matmul(
+                    matrix=self._matrix(weight),
+                    rows=self._prepare(x, weight, stage),
+                    out=LOGITS_ARRAY,
+                    bias=self._vector(bias),
+                    scale=scale,
+                    softcap=softcap or 0.0,
                 )
+                self.stages[stage].matmuls.append(matmul)
 
     def _row_op(self, stage: int, op: RowOp, out: Value, a: Value | None = None, b: Value | None = None) -> None:
         """Append `op`, its operands filled in, to the stage's row part."""

@@ -70,17 +70,19 @@ Matrix to_matrix(nb::handle weight, nb::handle types) {
   return {name, WeightType(type), bytes_of, size_t(bytes[1]), shape[0], shape[1]};
 }
 
+Act to_act(nb::handle op) {
+  return named<Act>(get<std::string>(op, "act"), {{"silu", Act::Silu}, {"gelu_tanh", Act::GeluTanh}, {"gelu", Act::Gelu}});
+}
+
 RowOp to_row_op(nb::handle op) {
   using K = RowOpKind;
   const K kind = named<K>(get<std::string>(op, "kind"),
                           {{"rope_table", K::RopeTable}, {"embed", K::Embed}, {"gather", K::Gather},
                            {"rms_norm", K::RmsNorm}, {"layer_norm", K::LayerNorm}, {"rope", K::Rope}, {"glu", K::Glu},
                            {"activation", K::Activation}, {"add", K::Add}, {"scale", K::Scale}, {"prepare", K::Prepare}});
-  const Act act = named<Act>(get<std::string>(op, "act"),
-                             {{"silu", Act::Silu}, {"gelu_tanh", Act::GeluTanh}, {"gelu", Act::Gelu}});
   return {kind, get<int>(op, "out"), get<int>(op, "a"), get<int>(op, "b"), get<int64_t>(op, "width"),
           get<int>(op, "weight"), get<int>(op, "bias"), get<int>(op, "index"), get<int64_t>(op, "group"),
-          get<int64_t>(op, "half"), get<float>(op, "factor"), act, RowKind(get<int>(op, "row_kind"))};
+          get<int64_t>(op, "half"), get<float>(op, "factor"), to_act(op), RowKind(get<int>(op, "row_kind"))};
 }
 
 Stage to_stage(nb::handle stage) {
@@ -89,7 +91,8 @@ Stage to_stage(nb::handle stage) {
           each<Matmul>(stage.attr("matmuls"),
                        [](nb::handle m) {
                          return Matmul{get<int>(m, "matrix"), get<int>(m, "rows"), get<int>(m, "out"), get<int>(m, "bias"),
-                                       get<int>(m, "residual"), get<float>(m, "scale"), get<float>(m, "softcap")};
+                                       get<int>(m, "residual"), get<float>(m, "scale"), get<float>(m, "softcap"), get<int>(m, "gate"),
+                                       get<int>(m, "gate_bias"), to_act(m)};
                        }),
           get<std::vector<int>>(stage, "attends")};
 }

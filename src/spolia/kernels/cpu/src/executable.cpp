@@ -14,6 +14,9 @@ constexpr int64_t kTile = 16;                     // output columns that a packe
 constexpr int64_t kChunksPerThread = 4;           // how finely work is cut: late threads wait less, early ones count more
 constexpr size_t kRowBlockBytes = size_t{256} << 10;  // prepared rows that stay in a core's L2 while tiles pass
 constexpr int64_t kRowMultiple = 16;              // row blocks are whole numbers of these, but the last
+// A gate's product stays in a core's cache until its sibling's meets it: that many rows by tiles at a time.
+constexpr int64_t kGateRows = 64, kGateTiles = 16;
+constexpr int64_t kGateStride = kGateTiles * kTile + 16;  // floats; no power of two
 
 size_t align(size_t bytes, size_t to = 64) { return (bytes + to - 1) / to * to; }
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -165,20 +168,19 @@ void Executable::place_buffers(const Step& step) {
   for (Domain domain : {Domain::Step, Domain::Logits})
     arenas_[int(domain)].reserve(plan_.arena_row_bytes[int(domain)] * size_t(num_rows[int(domain)]));
 
-  // A thread's arena ends with its scratch for attention; a page apart, so that no two threads write to one.
-  thread_scratch_bytes_ = 0;
+  // A thread's arena is its one row of private buffers, then scratch for the heavy parts; threads are whole pages apart.
+  size_t scratch_bytes = size_t(kGateRows * kGateStride) * sizeof(float);
   for (const AttendLayer& layer : plan_.layers)
-    thread_scratch_bytes_ = std::max(thread_scratch_bytes_, kernels_.attend.thread_scratch_bytes(layer.shape));
-  const size_t rows_bytes = plan_.arena_row_bytes[int(Domain::Thread)];
-  const size_t thread_bytes = align(rows_bytes + thread_scratch_bytes_, 4096);
-  arenas_[int(Domain::Thread)].reserve(thread_bytes * size_t(threads_->size()));
-  thread_scratch_ = arenas_[int(Domain::Thread)].data() + rows_bytes;
-  thread_scratch_bytes_ = thread_bytes;
+    scratch_bytes = std::max(scratch_bytes, kernels_.attend.thread_scratch_bytes(layer.shape));
+  const size_t private_bytes = plan_.arena_row_bytes[int(Domain::Thread)];
+  thread_stride_ = align(private_bytes + scratch_bytes, 4096);
+  arenas_[int(Domain::Thread)].reserve(thread_stride_ * size_t(threads_->size()));
+  thread_scratch_ = arenas_[int(Domain::Thread)].data() + private_bytes;
 
   for (size_t i = 0; i < plan_.buffers.size(); ++i) {
     const Buffer& buffer = plan_.buffers[i];
     uint8_t* arena = arenas_[int(buffer.domain)].data();
-    if (buffer.domain == Domain::Thread) views_[i] = {arena + buffer.offset, 0, thread_bytes};
+    if (buffer.domain == Domain::Thread) views_[i] = {arena + buffer.offset, 0, thread_stride_};
     else views_[i] = {arena + buffer.offset * size_t(num_rows[int(buffer.domain)]), buffer.row_bytes, 0};
   }
 
@@ -194,15 +196,15 @@ void Executable::place_buffers(const Step& step) {
   // Layers of one shape and group share their plan of work items and, one after the other, the scratch behind it.
   // A layer's `source` is the first one like it.
   std::vector<size_t> source(plan_.layers.size()), offsets(plan_.layers.size());
-  size_t scratch_bytes = 0;
+  size_t shared_bytes = 0;
   for (size_t i = 0; i < plan_.layers.size(); ++i) {
     source[i] = 0;
     while (!same_shape(plan_.layers[source[i]], plan_.layers[i])) ++source[i];
     if (source[i] != i) continue;
-    offsets[i] = scratch_bytes;
-    scratch_bytes += align(kernels_.attend.shared_scratch_bytes(plan_.layers[i].shape, attend_steps_[i]));
+    offsets[i] = shared_bytes;
+    shared_bytes += align(kernels_.attend.shared_scratch_bytes(plan_.layers[i].shape, attend_steps_[i]));
   }
-  scratch_.reserve(scratch_bytes);
+  scratch_.reserve(shared_bytes);
   for (size_t i = 0; i < plan_.layers.size(); ++i) {
     shared_scratch_[i] = scratch_.data() + offsets[source[i]];
     num_attend_items_[i] = source[i] == i ? kernels_.attend.plan(plan_.layers[i].shape, attend_steps_[i], shared_scratch_[i])
@@ -311,15 +313,16 @@ void Executable::multiply(const Step& step, const Stage& stage, Counter& counter
   const int64_t num_rows = stage.domain == Domain::Logits ? step.num_logit_rows : step.num_rows;
   int64_t num_tiles = 0;
   for (const Matmul& matmul : stage.matmuls) num_tiles += ceil_div(packed_[matmul.matrix].n, kTile);
-  const int64_t chunk = std::max<int64_t>(1, num_tiles / (threads_->size() * kChunksPerThread));
+  const int64_t whole = std::max<int64_t>(1, num_tiles / (threads_->size() * kChunksPerThread));
 
+  auto tile_chunk = [&](const Matmul& matmul) { return matmul.gate < 0 ? whole : std::min(whole, kGateTiles); };
   auto row_block = [&](const Matmul& matmul) {
     const int64_t most = std::max<int64_t>(kRowMultiple, int64_t(kRowBlockBytes / views_[matmul.rows].row_stride));
     const int64_t even = ceil_div(num_rows, ceil_div(num_rows, most));
     return ceil_div(even, kRowMultiple) * kRowMultiple;
   };
   auto num_items_of = [&](const Matmul& matmul) {
-    return ceil_div(num_rows, row_block(matmul)) * ceil_div(ceil_div(packed_[matmul.matrix].n, kTile), chunk);
+    return ceil_div(num_rows, row_block(matmul)) * ceil_div(ceil_div(packed_[matmul.matrix].n, kTile), tile_chunk(matmul));
   };
   int64_t num_items = 0;
   for (const Matmul& matmul : stage.matmuls) num_items += num_items_of(matmul);
@@ -327,22 +330,40 @@ void Executable::multiply(const Step& step, const Stage& stage, Counter& counter
   share(counter, num_items, thread, [&](int64_t item) {
     const Matmul* matmul = stage.matmuls.data();
     for (; item >= num_items_of(*matmul); ++matmul) item -= num_items_of(*matmul);
-    const Packed& packed = packed_[matmul->matrix];
-    const int64_t tiles = ceil_div(packed.n, kTile), chunks = ceil_div(tiles, chunk), rows = row_block(*matmul);
+    const int64_t tiles = ceil_div(packed_[matmul->matrix].n, kTile), chunk = tile_chunk(*matmul);
+    const int64_t chunks = ceil_div(tiles, chunk), rows = row_block(*matmul);
     const int64_t row = item / chunks * rows, tile = item % chunks * chunk;
-    const int64_t last_row = std::min(row + rows, num_rows), last_tile = std::min(tile + chunk, tiles);
-
-    const int64_t ld_out = matmul->out < 0 ? vocab_size_ : stride(matmul->out);
-    float* out = matmul->out < 0 ? step.logits + row * ld_out : floats(matmul->out, row);
-    Epilogue epilogue{vector(matmul->bias), nullptr, 0};
-    if (matmul->residual >= 0) epilogue = {epilogue.bias, floats(matmul->residual, row), stride(matmul->residual)};
-    kernels_.linear.run(packed, views_[matmul->rows].base + size_t(row) * views_[matmul->rows].row_stride,
-                        last_row - row, out, ld_out, epilogue, tile, last_tile);
-    if (matmul->scale != 1.0f || matmul->softcap != 0.0f)
-      for (int64_t i = 0; i < last_row - row; ++i)
-        kernels_.rowwise.softcap(out + i * ld_out + tile * kTile, std::min(last_tile * kTile, packed.n) - tile * kTile,
-                                 matmul->scale, matmul->softcap);
+    multiply_part(step, *matmul, {row, std::min(row + rows, num_rows)}, {tile, std::min(tile + chunk, tiles)}, thread);
   });
+}
+
+void Executable::multiply_part(const Step& step, const Matmul& matmul, Range rows, Range tiles, int thread) {
+  const Packed& packed = packed_[matmul.matrix];
+  const View& prepared = views_[matmul.rows];
+  const int64_t column = tiles.begin * kTile, num_columns = std::min(tiles.end * kTile, packed.n) - column;
+  const int64_t ld_out = matmul.out < 0 ? vocab_size_ : stride(matmul.out);
+  const int64_t max_rows = matmul.gate < 0 ? rows.end - rows.begin : kGateRows;
+  for (int64_t row = rows.begin; row < rows.end; row += max_rows) {
+    const int64_t num_rows = std::min(max_rows, rows.end - row);
+    const uint8_t* x = prepared.base + size_t(row) * prepared.row_stride;
+    float* out = matmul.out < 0 ? step.logits + row * ld_out : floats(matmul.out, row);
+    Epilogue epilogue{vector(matmul.bias), nullptr, 0};
+    if (matmul.residual >= 0) epilogue = {epilogue.bias, floats(matmul.residual, row), stride(matmul.residual)};
+    kernels_.linear.run(packed, x, num_rows, out, ld_out, epilogue, tiles.begin, tiles.end);
+    if (matmul.gate >= 0) {
+      float* gate = reinterpret_cast<float*>(thread_scratch_ + size_t(thread) * thread_stride_);
+      // The kernel writes tile t at column 16 t: shifted, so that the first of ours is at the scratch's begin.
+      kernels_.linear.run(packed_[matmul.gate], x, num_rows, gate - column, kGateStride, {vector(matmul.gate_bias), nullptr, 0},
+                          tiles.begin, tiles.end);
+      for (int64_t i = 0; i < num_rows; ++i) {
+        float* up = out + i * ld_out + column;
+        kernels_.rowwise.glu(gate + i * kGateStride, up, num_columns, matmul.act, up);
+      }
+    } else if (matmul.scale != 1.0f || matmul.softcap != 0.0f) {
+      for (int64_t i = 0; i < num_rows; ++i)
+        kernels_.rowwise.softcap(out + i * ld_out + column, num_columns, matmul.scale, matmul.softcap);
+    }
+  }
 }
 
 void Executable::attend(const Stage& stage, Counter* counters, int thread) {
@@ -350,7 +371,7 @@ void Executable::attend(const Stage& stage, Counter* counters, int thread) {
     const int i = stage.attends[n];
     share(counters[n], num_attend_items_[i], thread, [&](int64_t item) {
       kernels_.attend.item(plan_.layers[i].shape, attend_steps_[i], item, shared_scratch_[i],
-                           thread_scratch_ + size_t(thread) * thread_scratch_bytes_);
+                           thread_scratch_ + size_t(thread) * thread_stride_);
     });
   }
 }

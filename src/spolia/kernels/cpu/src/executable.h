@@ -38,6 +38,10 @@ struct Step {
   float* logits;  // [num_logit_rows, vocab_size]
 };
 
+struct Range {
+  int64_t begin, end;
+};
+
 class Executable {
  public:
   // Packs the weights, on all threads. The tables' bytes must outlive the executable, the matrices' need not.
@@ -87,6 +91,7 @@ class Executable {
   void row_part(const Step& step, const Stage& stage, Counter& counter, int thread);
   void row_op(const RowOp& op, const Step& step, int64_t row, int64_t step_row, int thread);
   void multiply(const Step& step, const Stage& stage, Counter& counter, int thread);
+  void multiply_part(const Step& step, const Matmul& matmul, Range rows, Range tiles, int thread);
   void attend(const Stage& stage, Counter* counters, int thread);
 
   template <class Body>
@@ -113,8 +118,8 @@ class Executable {
   std::vector<AttendStep> attend_steps_;      // by attend layer
   std::vector<uint8_t*> shared_scratch_;      // by attend layer
   std::vector<int64_t> num_attend_items_;     // by attend layer
-  size_t thread_scratch_bytes_ = 0;
-  uint8_t* thread_scratch_ = nullptr;
+  uint8_t* thread_scratch_ = nullptr;         // of thread 0; the others' are strides behind
+  size_t thread_stride_ = 0;
   std::vector<double> profile_;
 };
 

@@ -49,6 +49,7 @@ struct RowOp {
   RowKind row_kind;  // Prepare
 };
 
+// out = rows @ matrix.T + bias, then one of: + residual; scaled and capped; * act(rows @ gate.T + gate_bias).
 struct Matmul {
   int matrix;
   int rows;      // buffer of prepared rows
@@ -56,6 +57,9 @@ struct Matmul {
   int bias;      // vector
   int residual;  // buffer
   float scale, softcap;
+  int gate;      // matrix
+  int gate_bias;
+  Act act;
 };
 
 struct AttendLayer {
