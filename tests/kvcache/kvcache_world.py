@@ -1,8 +1,8 @@
 """A naive model of what the cache promises: memory whose slots say which prefix's KV was written there last.
 
-KV at a position depends on the whole prefix up to it, so a slot holds the digest of that prefix. `World` plays the engine:
-it runs the copies, writes what a step computes, and after each operation `check` reads back every slot that the tree
-or a lease claims. A block shared wrongly, overwritten, copied too late or freed too early is a wrong digest.
+KV at a position depends on the whole prefix up to it, so a slot holds the digest of that prefix. `World` plays the
+engine: it runs the copies, writes what a step computes, and after each operation `check` reads back every slot that the
+tree or a lease claims. A block shared wrongly, overwritten, copied too late or freed too early is a wrong digest.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ class Evictor:
         pool = self._tree.pools[group]
         self._leave_tombstones(group, num_blocks)
         if pool.num_free < num_blocks and pool.num_cached > 0:
-            # Whatever is cached can go, but a block that a split went through may lie in nodes off the path of the lease
-            # that held it last, where nobody has offered it.
+            # Whatever is cached can go, but a block that a split went through may lie in nodes off the path of the
+            # lease that held it last, where nobody has offered it.
             self._stats.num_rescans += 1
             for node in self._tree.nodes():
                 self._retention.offer(node)

@@ -6,8 +6,8 @@ old entry stays, and is re-filed under the new key only when it comes up. So a u
     heap     (3, a) (5, b) (9, c)      a was used at 12 since: pop re-files a under 12 and yields b
     queued   a: 3   b: 5   c: 9        one live entry a node; an entry that `queued` does not confirm is dead
 
-Invariant: every leaf with something to give up is queued, at its key or below; see `KVCache.check`. For window groups the
-queues may miss a block (see `Evictor`), so they are refilled when they run dry too soon.
+Invariant: every leaf with something to give up is queued, at its key or below; see `KVCache.check`. For window groups
+the queues may miss a block (see `Evictor`), so they are refilled when they run dry too soon.
 """
 
 from __future__ import annotations

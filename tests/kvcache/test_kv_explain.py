@@ -1,0 +1,124 @@
+"""Every miss has a reason: each of the closed list is produced, with its evidence."""
+
+import numpy as np
+from kvcache_world import World
+
+from spolia.kvcache import GroupSpec, MissReason
+
+
+def tokens(count, first=0):
+    return np.arange(first, first + count, dtype=np.int32)
+
+
+def explain(world, token_ids, **options):
+    return world.cache.explain(b"ns", token_ids, **options).explanation
+
+
+def test_full_when_all_but_the_last_token_is_reused():
+    world = World(GroupSpec(16))
+    world.remember(tokens(50))
+    explanation = explain(world, tokens(50))
+    assert explanation.reason is MissReason.FULL
+    assert explanation.divergence is None
+    assert explain(world, tokens(51)).reason is MissReason.FULL
+
+
+def test_never_seen_on_an_empty_cache_and_for_new_text_at_the_end():
+    world = World(GroupSpec(16))
+    assert explain(world, tokens(50)).reason is MissReason.NEVER_SEEN
+    world.remember(tokens(50))
+    assert explain(world, tokens(50, 900)).reason is MissReason.NEVER_SEEN
+    explanation = explain(world, tokens(80))
+    assert (explanation.reason, explanation.divergence) == (MissReason.NEVER_SEEN, 50)
+
+
+def test_diverged_shows_where_and_what_is_cached_instead():
+    world = World(GroupSpec(16))
+    world.remember(tokens(50))
+    explanation = explain(world, np.append(tokens(37), tokens(20, 900)))
+    assert (explanation.reason, explanation.divergence) == (MissReason.DIVERGED, 37)
+    assert explanation.continuation == tuple(range(37, 45))
+
+
+def test_diverged_at_a_branch_shows_the_latest_branch():
+    world = World(GroupSpec(32))
+    for first in (100, 200):
+        world.remember(np.append(tokens(20), tokens(20, first)))
+    explanation = explain(world, np.append(tokens(20), tokens(20, 300)))
+    assert (explanation.reason, explanation.divergence) == (MissReason.DIVERGED, 20)
+    assert explanation.continuation[0] == 200
+
+
+def test_evicted_says_when_and_by_what():
+    world = World(GroupSpec(8))
+    world.remember(tokens(100))
+    world.remember(tokens(60, 900))
+    explanation = explain(world, tokens(100))
+    assert explanation.reason is MissReason.EVICTED
+    assert explanation.divergence == explanation.num_matched_tokens == 64
+    assert explanation.evicted.cause == "lru"
+    assert 0 < explanation.evicted.time <= world.clock.now
+
+
+def test_evicted_entirely_is_remembered_at_the_root_and_told_from_new_text():
+    world = World(GroupSpec(8))
+    world.remember(tokens(100))
+    world.remember(tokens(128, 900))
+    assert explain(world, tokens(100)).reason is MissReason.EVICTED
+    assert explain(world, tokens(100, 500)).reason is MissReason.NEVER_SEEN
+
+
+def test_an_evicted_branch_is_told_from_one_that_never_was():
+    world = World(GroupSpec(8))
+    for first in (100, 200):
+        world.remember(np.append(tokens(32), tokens(32, first)))
+    world.remember(tokens(64, 900))
+    assert explain(world, np.append(tokens(32), tokens(32, 100))).reason is MissReason.EVICTED
+    assert explain(world, np.append(tokens(32), tokens(32, 300))).reason is MissReason.DIVERGED
+
+
+def test_what_is_computed_again_is_no_longer_evicted():
+    world = World(GroupSpec(8))
+    world.remember(tokens(100))
+    world.remember(tokens(60, 900))
+    world.remember(tokens(100))
+    assert explain(world, tokens(100)).reason is MissReason.FULL
+    assert explain(world, tokens(120)).reason is MissReason.NEVER_SEEN
+
+
+def test_cleared():
+    world = World(GroupSpec(8))
+    world.remember(tokens(100))
+    world.cache.clear()
+    explanation = explain(world, tokens(100))
+    assert explanation.reason is MissReason.CLEARED
+    assert explanation.evicted.cause == "clear"
+
+
+def test_another_namespace_is_told_only_to_who_asks():
+    world = World(GroupSpec(32))
+    world.remember(tokens(100), namespace=b"theirs")
+    world.remember(tokens(20))
+    assert explain(world, tokens(100)).reason is MissReason.NEVER_SEEN
+    explanation = explain(world, tokens(100), other_namespaces=True)
+    assert explanation.reason is MissReason.OTHER_NAMESPACE
+    assert (explanation.divergence, explanation.num_matched_tokens) == (20, 100)
+    assert world.cache.open(b"ns", tokens(100)).hit.explanation.reason is MissReason.NEVER_SEEN
+
+
+def test_explaining_changes_nothing():
+    world = World(GroupSpec(8))
+    world.remember(tokens(100))
+    before = world.cache.snapshot().next_sequence_number, world.cache.ledger(), world.clock.now
+    explain(world, tokens(50, 900), other_namespaces=True)
+    world.cache.probe(b"unknown", tokens(10))
+    assert (world.cache.snapshot().next_sequence_number, world.cache.ledger(), world.clock.now) == before
+    assert list(world.cache._tree.roots) == [b"ns"]
+
+
+def test_the_memory_of_evictions_is_bounded():
+    world = World(GroupSpec(4), thorough=False)
+    for first in range(0, 100_000, 100):
+        world.remember(tokens(40, first))
+    assert len(world.cache._tree.roots[b"ns"].scars) <= 256
+    assert explain(world, tokens(40, 99_700)).reason is MissReason.EVICTED
