@@ -12,7 +12,7 @@ from openai import BadRequestError, OpenAI
 
 from spolia.engine import AsyncEngine, EngineConfig, SamplingParams
 
-from .harness import serving
+from .harness import metric, serving
 from .test_streams import abort_many, assert_nothing_is_held
 
 RIVERS = [{"role": "user", "content": "Name three rivers."}]
@@ -107,8 +107,9 @@ def test_an_id_beyond_the_vocabulary_is_refused(client):
 
 def test_a_thousand_random_aborts_leave_the_pool_as_it_was(url, engine):
     before = engine.stats.ledger
-    ends = asyncio.run(abort_many(url, num_clients=1000, vocab_size=49152, max_tokens=100, concurrency=32))
-    assert ends.count("left in mid-stream") > 100
+    limits = {"vocab_size": 49152, "max_tokens": 100, "most_own_ids": 12}
+    asyncio.run(abort_many(url, num_clients=1000, concurrency=32, **limits))
+    assert metric(url, "spolia_requests_finished_total", reason="abort") > 200
     assert_nothing_is_held(url, engine)
     asyncio.run(engine.call(lambda core: core.cache.clear()))
     asyncio.run(engine.call(lambda core: core.cache.check()))

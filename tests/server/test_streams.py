@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import Counter
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -18,22 +20,23 @@ from .harness import Pace, chatty_engine, eventually, metric, serving
 COMPLETIONS = "/v1/completions"
 
 
-async def leave_early(url: str, rng: random.Random, *, vocab_size: int, max_tokens: int) -> str:
-    """Ask for something and hang up at a random moment; returns how far it came.
+async def leave_early(url: str, rng: random.Random, *, vocab_size: int, max_tokens: int, most_own_ids: int) -> str:
+    """Ask for something and hang up, or not; returns how it ended.
 
-    On a bare socket, for a moment may lie anywhere: before the request was sent whole, too.
+    On a bare socket, for the moment may lie anywhere: before the request was sent whole, too.
     """
-    shared = list(range(40, 40 + rng.randrange(1, 60)))
-    prompt = shared + [rng.randrange(vocab_size) for _ in range(rng.randrange(1, 60))]
-    stream = rng.random() < 0.5
-    body = json.dumps(
-        {"prompt": prompt, "max_tokens": rng.randrange(1, max_tokens), "ignore_eos": True, "stream": stream}
-    ).encode()
+    patience = rng.choice(["hang up after a time", "hang up after a time", "hang up after some tokens", "stay"])
+    stream = patience == "hang up after some tokens" or rng.random() < 0.5
+    prompt = list(range(40, 40 + rng.randrange(1, 60)))  # shared with others, up to somewhere
+    prompt += [rng.randrange(vocab_size) for _ in range(rng.randrange(1, most_own_ids))]
+    num_tokens = rng.randrange(1, 20) if patience == "stay" else rng.randrange(30, max_tokens)
+    fields = {"prompt": prompt, "max_tokens": num_tokens, "stream": stream, "ignore_eos": True}
+    body = json.dumps({**fields, "return_token_ids": True}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     message = head.encode() + body
-    if rng.random() < 0.05:
+    if patience == "hang up after a time" and rng.random() < 0.1:
         message = message[: rng.randrange(1, len(message))]
-    leave_after = rng.randrange(0, 30)
+    most_events = rng.randrange(0, 10) if patience == "hang up after some tokens" else num_tokens + 1
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
 
@@ -42,26 +45,28 @@ async def leave_early(url: str, rng: random.Random, *, vocab_size: int, max_toke
         while line := await reader.readline():
             assert not line.startswith(b"HTTP/1.1") or b" 200 " in line
             num_events += line.startswith(b"data: {")
-            if stream and num_events > leave_after:
-                return "left in mid-stream"
-        return "finished"
+            if num_events > most_events:
+                break
+        return patience
 
     try:
         writer.write(message)
-        return await asyncio.wait_for(read(), timeout=rng.choice([0.001, 0.01, 0.05, 0.2, 5.0]))
+        return await asyncio.wait_for(read(), rng.uniform(0, 0.1) if patience == "hang up after a time" else None)
     except TimeoutError:
-        return "gave up waiting"
+        return patience
     finally:
         writer.transport.abort()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
 
-async def abort_many(url: str, *, num_clients: int, vocab_size: int, max_tokens: int, concurrency: int) -> list[str]:
+async def abort_many(url: str, *, num_clients: int, concurrency: int, **limits: int) -> list[str]:
     rng = random.Random(num_clients)
     room = asyncio.Semaphore(concurrency)
 
     async def one() -> str:
         async with room:
-            return await leave_early(url, rng, vocab_size=vocab_size, max_tokens=max_tokens)
+            return await leave_early(url, rng, **limits)
 
     return await asyncio.gather(*(one() for _ in range(num_clients)))
 
@@ -78,10 +83,11 @@ def assert_nothing_is_held(url: str, engine: AsyncEngine) -> None:
 def test_a_thousand_random_aborts_leave_the_pool_as_it_was():
     engine = chatty_engine(num_blocks=96, windows=(None, 40), observer=Pace(step_s=0.0005))
     with serving({"toy": engine}) as url:
-        ends = asyncio.run(abort_many(url, num_clients=1000, vocab_size=256, max_tokens=200, concurrency=24))
+        limits = {"vocab_size": 256, "max_tokens": 200, "most_own_ids": 60}
+        ends = asyncio.run(abort_many(url, num_clients=1000, concurrency=24, **limits))
         assert_nothing_is_held(url, engine)
-        assert min(ends.count(end) for end in ("left in mid-stream", "gave up waiting", "finished")) > 50
-        assert metric(url, "spolia_requests_finished_total", reason="abort") > 100
+        assert min(Counter(ends).values()) > 200
+        assert metric(url, "spolia_requests_finished_total", reason="abort") > 200
 
         reply = httpx.post(
             url + COMPLETIONS, json={"prompt": [7, 8, 9], "max_tokens": 20, "temperature": 0, "return_token_ids": True}
