@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -38,6 +38,7 @@ _LIMIT_S = 10.0
 _CALL_PRICE = 16  # an iteration, a call or a member takes the time of so many characters
 _MAX_INTEGER_BITS = 4096
 _MAX_INDENT = 64
+_JINJAS_OWN = ("_loop_vars", "_block_vars")  # what it hands along with each call in a loop or block
 
 # Each can make much out of nothing, and no chat template has a use for it.
 _NO_FILTERS = ("batch", "center", "format", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
@@ -122,6 +123,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(function, "__self__", None)
+        if owner is self:  # a payment that `_PaymentsAdded` put in; templates have no name for it
+            return function(*args)
         self.pay(_CALL_PRICE)
         if isinstance(owner, str):
             self.pay(len(owner))
@@ -131,12 +134,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 case "replace", (str(old), str(new), *_):
                     self.pay(owner.count(old) * len(new))
         self.paid(args)
-        self.paid(kwargs)
+        self.paid({name: value for name, value in kwargs.items() if name not in _JINJAS_OWN})
         return super().call(context, function, *args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if isinstance(obj, str) and attr in _NO_METHODS:
-            return False
+        if isinstance(obj, int | float | bytes) or (isinstance(obj, str) and attr in _NO_METHODS):
+            return False  # numbers and bytes have widths too, and nothing that a template needs
         return super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -176,14 +179,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 class _Budget:
     def __init__(self, amount: int) -> None:
         self._amount = amount
-        self._deadline = time.monotonic() + _LIMIT_S
+        self._deadline = time.thread_time() + _LIMIT_S
 
     def pay(self, amount: int) -> None:
         self._amount -= amount
         if self._amount < 0:
             raise BudgetExceeded("it wants more output or more iterations than a chat template needs")
-        if time.monotonic() > self._deadline:
-            raise BudgetExceeded(f"it took more than {_LIMIT_S:.0f} s")
+        if time.thread_time() > self._deadline:
+            raise BudgetExceeded(f"it computes for more than {_LIMIT_S:.0f} s")
 
 
 class _PaymentsAdded(NodeTransformer):
@@ -248,7 +251,7 @@ class _Namespace(Namespace):
 
 
 def _size(value: Any) -> int:
-    return len(value) if isinstance(value, Sized) else 1
+    return len(value) if isinstance(value, str | list | tuple | dict | set | frozenset | range) else 1
 
 
 def _deep_size(value: Any) -> int:
