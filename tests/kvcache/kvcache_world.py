@@ -162,7 +162,7 @@ class World:
         known = {}  # node -> digests of its blocks' tokens, from the start of its first block
         for node in self.cache._tree.nodes():
             head = known.get(node.parent, NO_DIGESTS)
-            own = prefix_digests(node.namespace, node.edge.view, head[-1] if len(head) else None)
+            own = prefix_digests(node.namespace, node.token_ids, head[-1] if len(head) else None)
             digests = np.concatenate((head[len(head) - node.start % BLOCK :], own))
             known[node] = digests
             whole = np.append(digests, np.zeros(-len(digests) % BLOCK, np.int64)).reshape(-1, BLOCK)
@@ -174,7 +174,7 @@ class World:
     def stored(self) -> set[tuple[bytes, tuple[int, ...]]]:
         """All (namespace, whole sequence to a node's end) of the tree."""
         return {
-            (node.namespace, tuple(np.concatenate([part.edge.view for part in list(node.ancestry())[::-1]]).tolist()))
+            (node.namespace, tuple(np.concatenate([part.token_ids for part in list(node.ancestry())[::-1]]).tolist()))
             for node in self.cache._tree.nodes()
         }
 

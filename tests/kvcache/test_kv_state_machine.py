@@ -3,7 +3,14 @@
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from kvcache_world import World
 
 from spolia.kvcache import GroupSpec
@@ -15,6 +22,8 @@ PICK = st.integers(0, 1_000)
 
 class CacheMachine(RuleBasedStateMachine):
     """An engine with a few sequences at a time and pools that are always short."""
+
+    num_steps = 0
 
     @initialize(window=st.sampled_from([None, 1, 15, 16, 17, 40]))
     def start(self, window):
@@ -75,6 +84,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def everything_holds(self):
         if hasattr(self, "world"):
+            CacheMachine.num_steps += 1
             self.world.check()
             for entry in self.world.cache.ledger():
                 assert entry.free + entry.cached + entry.leased == entry.total
@@ -86,7 +96,12 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(entry.free == entry.total for entry in self.world.cache.ledger())
 
 
-TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(
-    max_examples=200, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
+def test_ten_thousand_random_steps_break_no_invariant():
+    CacheMachine.num_steps = 0
+    run_state_machine_as_test(
+        CacheMachine,
+        settings=settings(
+            max_examples=220, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+    assert CacheMachine.num_steps >= 10_000

@@ -42,7 +42,7 @@ def test_blocks_that_slid_out_stay_cached_until_room_is_short():
     assert world.cache.ledger()[1].cached == 160 // BLOCK - 2
     assert world.cache.probe(b"ns", tokens(50)) == 49  # inside the part that slid out
     world.close(sequence)
-    world.remember(tokens(112, 1_000), chunk=16)
+    world.remember(tokens(240, 1_000), chunk=16)
     assert world.cache.probe(b"ns", tokens(161)) == 160  # the interior went, the end is whole
     assert world.cache.probe(b"ns", tokens(50)) == 0
 

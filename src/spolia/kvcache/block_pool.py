@@ -26,8 +26,11 @@ from .int_buffer import Ids
 
 __all__ = ["BlockPool", "Ledger"]
 
-Counts: TypeAlias = NDArray[np.int32]
-"""Holders, by block id or in the order of the ids asked for."""
+Counts: TypeAlias = NDArray[np.int64]
+
+NODE = 1 << 32
+LEASES = NODE - 1
+"""A block's holders are one integer: the number of leases + NODE * the number of nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class Ledger:
 class BlockPool:
     """Holder counts of ids in [0, num_blocks). One engine loop owns it; not thread-safe.
 
-    Every method takes an array of distinct ids and costs one pass of numpy over it.
+    Every method takes an array of distinct ids and costs a few passes of numpy over it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -52,8 +55,7 @@ class BlockPool:
         self.num_cached = 0
         self.num_leased = 0
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack: [0, num_free) are the free ids
-        self._leases = np.zeros(num_blocks, np.int32)
-        self._nodes = np.zeros(num_blocks, np.int32)
+        self._holders = np.zeros(num_blocks, np.int64)
 
     def take(self, count: int) -> Ids | None:
         """Lease `count` free blocks; None, taking nothing, if fewer are free."""
@@ -62,15 +64,16 @@ class BlockPool:
         self.num_free -= count
         self.num_leased += count
         ids = self._free[self.num_free : self.num_free + count][::-1].copy()
-        self._leases[ids] = 1
+        self._holders[ids] = 1
         return ids
 
     def hold(self, ids: Ids) -> None:
         """Add a lease to blocks that somebody already holds."""
-        leases = self._add_holder(self._leases, ids)
-        num_woken = int(np.count_nonzero(leases == 1))
-        self.num_cached -= num_woken
-        self.num_leased += num_woken
+        holders = self._held(ids)
+        num_leased = int(np.count_nonzero(holders & LEASES))
+        self._holders[ids] = holders + 1
+        self.num_cached -= len(ids) - num_leased
+        self.num_leased += len(ids) - num_leased
 
     def release(self, ids: Ids) -> None:
         """Remove a lease from each block: the last one leaves it cached if a node keeps it, else free.
@@ -78,15 +81,20 @@ class BlockPool:
         Raises:
             BlockNotHeldError: at a double free, where the bug is, not when the pool runs dry.
         """
-        idle = self._remove_holder(self._leases, ids)
-        unkept = idle[self._nodes[idle] == 0]
-        self.num_leased -= len(idle)
-        self.num_cached += len(idle) - len(unkept)
-        self._put_back(unkept)
+        holders: Counts = self._holders[ids]
+        if not (holders & LEASES).all():
+            raise BlockNotHeldError(f"among blocks {ids.tolist()} is one that no lease holds: it was freed twice")
+        holders -= 1
+        self._holders[ids] = holders
+        num_idle = len(ids) - int(np.count_nonzero(holders & LEASES))
+        free = ids[holders == 0]
+        self.num_leased -= num_idle
+        self.num_cached += num_idle - len(free)
+        self._put_back(free)
 
     def keep(self, ids: Ids) -> None:
         """Let one more tree node keep blocks that somebody already holds."""
-        self._add_holder(self._nodes, ids)
+        self._holders[ids] = self._held(ids) + NODE
 
     def drop(self, ids: Ids) -> None:
         """Let one tree node give up blocks: those that no other node or lease holds are free.
@@ -94,14 +102,18 @@ class BlockPool:
         Raises:
             BlockNotHeldError: if no node keeps one of them.
         """
-        unkept = self._remove_holder(self._nodes, ids)
-        idle = unkept[self._leases[unkept] == 0]
-        self.num_cached -= len(idle)
-        self._put_back(idle)
+        holders: Counts = self._holders[ids]
+        if (holders < NODE).any():
+            raise BlockNotHeldError(f"among blocks {ids.tolist()} is one that no node keeps")
+        holders -= NODE
+        self._holders[ids] = holders
+        free = ids[holders == 0]
+        self.num_cached -= len(free)
+        self._put_back(free)
 
     def num_leases(self, ids: Ids) -> Counts:
         """Leases of each block."""
-        leases: Counts = self._leases[ids]
+        leases: Counts = self._holders[ids] & LEASES
         return leases
 
     def ledger(self) -> Ledger:
@@ -115,31 +127,21 @@ class BlockPool:
             raise Bug(f"the ledger does not balance: {parts} != {self.num_blocks} blocks")
         return Ledger(self.num_free, self.num_cached, self.num_leased, self.num_blocks)
 
-    def check(self, leases: Counts, nodes: Counts) -> None:
+    def check(self, leases: NDArray[np.integer], nodes: NDArray[np.integer]) -> None:
         """Assert the invariants, and that the caller's recount, `leases` and `nodes` `[num_blocks]`, agrees."""
-        assert (self._leases == leases).all(), "lease counts differ from a recount"
-        assert (self._nodes == nodes).all(), "node counts differ from a recount"
+        assert (self._holders & LEASES == leases).all(), "lease counts differ from a recount"
+        assert (self._holders // NODE == nodes).all(), "node counts differ from a recount"
         free = np.sort(self._free[: self.num_free])
-        assert (free == np.flatnonzero((leases == 0) & (nodes == 0))).all(), "free list != blocks without holder"
+        assert (free == np.flatnonzero(self._holders == 0)).all(), "free list != blocks without holder"
         assert self.num_leased == np.count_nonzero(leases)
         assert self.num_cached == np.count_nonzero((leases == 0) & (nodes > 0))
         self.ledger()
 
-    def _add_holder(self, counts: Counts, ids: Ids) -> Counts:
-        if ((self._leases[ids] + self._nodes[ids]) == 0).any():
-            raise BlockNotHeldError(f"blocks {ids.tolist()}: a free one can only be taken, not held or kept")
-        increased: Counts = counts[ids] + 1
-        counts[ids] = increased
-        return increased
-
-    def _remove_holder(self, counts: Counts, ids: Ids) -> Ids:
-        """Returns those ids whose count reaches zero."""
-        decreased: Counts = counts[ids] - 1
-        if (decreased < 0).any():
-            raise BlockNotHeldError(f"blocks {ids[decreased < 0].tolist()} were given up more often than taken")
-        counts[ids] = decreased
-        unheld: Ids = ids[decreased == 0]
-        return unheld
+    def _held(self, ids: Ids) -> Counts:
+        holders: Counts = self._holders[ids]
+        if not holders.all():
+            raise BlockNotHeldError(f"among blocks {ids.tolist()} is a free one: it can only be taken")
+        return holders
 
     def _put_back(self, ids: Ids) -> None:
         self._free[self.num_free : self.num_free + len(ids)] = ids

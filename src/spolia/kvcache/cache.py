@@ -16,7 +16,7 @@ from .eviction import Evictor
 from .explain import Eviction, Explanation, MissReason, PrefixHit
 from .int_buffer import Ids, IntBuffer
 from .lease import BlockCopy, Lease
-from .radix_tree import Cursor, RadixNode, RadixTree
+from .radix_tree import TOKEN_BYTES, Cursor, RadixNode, RadixTree
 from .retention import Lru, Retention, RetentionPolicy
 from .stats import CacheStats
 
@@ -164,12 +164,11 @@ class KVCache:
                 raise Bug(f"group {group} has fewer than {count} free blocks after room was made")
             table = lease.tables[group]
             if count > num_new:
-                shared, ids = table.view[-1:].copy(), np.roll(ids, -1)
-                table.view[-1] = ids[-1]
+                shared, own, ids = table.view[-1:].copy(), ids.item(0), ids[1:]
+                table.view[-1] = own
                 lease.borrowed.append((group, shared))
-                num_copied = lease.num_computed_tokens % self.block_size
-                copies.append(BlockCopy(group, shared.item(), ids.item(-1), num_copied))
-            table.extend(ids[:num_new])
+                copies.append(BlockCopy(group, shared.item(), own, lease.num_computed_tokens % self.block_size))
+            table.extend(ids)
         lease.tail_is_shared = False
         lease.num_reserved_tokens = lease.tables[0].size * self.block_size
         self.stats.num_copied_blocks += len(copies)
@@ -213,9 +212,10 @@ class KVCache:
             pool.release(lease.tables[group].view[lease.first_blocks[group] :])
         node = lease.cursor.node
         node.cursors.remove(lease.cursor)
-        path = list(node.ancestry())
-        self._retention.touch(path)
-        self._offer(node, min(lease.first_blocks))
+        self._retention.touch(node.ancestry())
+        self._retention.offer(node)
+        for group in self._retention.window_queues:
+            self._offer(node, lease.first_blocks[group])
         if node.parent is None:
             self._tree.retire_root(node)
         else:
@@ -292,7 +292,7 @@ class KVCache:
         """All that is stored, for a follower of the events that begins or came too late."""
         number = self._events.next_sequence_number
         stored = tuple(
-            Stored(number, node.namespace, node.branch, _parent_branch(node), node.start, node.edge.view.copy())
+            Stored(number, node.namespace, node.branch, _parent_branch(node), node.start, node.token_ids.copy())
             for node in self._tree.nodes()
         )
         return Snapshot(stored, number)
@@ -388,7 +388,7 @@ class KVCache:
         lease.borrowed.clear()
 
     def _store_again(self, node: RadixNode) -> None:
-        self._events.stored(node.namespace, node.branch, _parent_branch(node), node.start, node.edge.view)
+        self._events.stored(node.namespace, node.branch, _parent_branch(node), node.start, node.token_ids)
 
     # -- Invariants ----------------------------------------------------------------------------------------------------
 
@@ -430,7 +430,8 @@ class KVCache:
         for node in nodes:
             assert node.parent is not None
             assert node.start == node.parent.end < node.end
-            assert node.parent.children[node.edge.view.item(0)] is node
+            assert len(node.edge) == TOKEN_BYTES * (node.end - node.start)
+            assert node.parent.children[node.token_ids.item(0)] is node
             num_touched = self._tree.num_blocks(node.end) - node.start // self.block_size
             for blocks, window in zip(node.blocks, self._tree.windows, strict=True):
                 assert blocks.size == num_touched
@@ -466,9 +467,9 @@ def _explain_end(node: RadixNode | None, position: int, token: int) -> Explanati
     scar = node.scars.get((position, token))
     if scar is not None:
         return Explanation(scar.reason, position, position, evicted=scar)
-    there = node.edge.view[position - node.start : position - node.start + NUM_SHOWN_TOKENS]
-    if not len(there) and node.children:
-        there = max(node.children.values(), key=lambda child: child.key).edge.view[:NUM_SHOWN_TOKENS]
-    if not len(there) or position == 0:
+    if position == node.end and node.children:
+        node = next(reversed(node.children.values()))  # the latest to branch off
+    there = node.token_ids[position - node.start :][:NUM_SHOWN_TOKENS]
+    if position == 0 or not len(there):
         return Explanation(MissReason.NEVER_SEEN, position, position)
     return Explanation(MissReason.DIVERGED, position, position, continuation=tuple(there.tolist()))

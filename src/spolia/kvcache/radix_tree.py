@@ -28,7 +28,7 @@ tombstone is -1. A prefix of length L is usable where each window group has the 
 Leases stand in the tree with a `Cursor` at the end of their committed tokens. What is before a cursor stays.
 
 Invariants, for each node; see `check`:
-  * children differ in their first tokens; every node but a root has at least one token; a root has none.
+  * `edge` is `end - start` tokens, at least one, but a root's, which is empty; children differ in their first tokens.
   * it has one entry per group and block that its tokens touch; -1 only in window groups.
   * it is one holder (`BlockPool.keep`) of each of its blocks, until it is cut.
   * its cursors have `start < position <= end`; a root's are at 0.
@@ -54,6 +54,8 @@ from .retention import Retention
 
 __all__ = ["Cursor", "RadixNode", "RadixTree", "common_prefix"]
 
+TOKEN_BYTES = 4
+
 MAX_SCARS = 256
 """Cut continuations that one node remembers."""
 
@@ -74,6 +76,8 @@ class RadixNode:
     """Tokens [start, end) of every sequence that passes here, and the blocks that they touch.
 
     Attributes:
+        edge: int32 token ids as bytes: it grows in place, and comparing a whole edge is one memcmp.
+        blocks: per group, block ids by block index, from that of `start` on.
         branch: for events: nodes cut from one run have one branch.
         key, num_hits: retention's.
         scars: what was cut off here: (position, first token cut off) -> when and why.
@@ -82,7 +86,8 @@ class RadixNode:
     namespace: bytes
     parent: RadixNode | None
     start: int
-    edge: IntBuffer
+    end: int
+    edge: bytearray
     blocks: list[IntBuffer]
     branch: int
     key: float = 0.0
@@ -92,13 +97,16 @@ class RadixNode:
     scars: dict[tuple[int, int], Eviction] = field(default_factory=dict)
 
     @property
-    def end(self) -> int:
-        return self.start + self.edge.size
+    def token_ids(self) -> Ids:
+        """The edge as int32. A view: let go of it before the edge grows or shrinks (Python insists)."""
+        return np.frombuffer(self.edge, np.int32)
 
     @property
     def floor(self) -> int:
         """Tokens before this position may not be cut from this node."""
-        return max((cursor.position for cursor in self.cursors), default=self.start)
+        if not self.cursors:
+            return self.start
+        return max(cursor.position for cursor in self.cursors)
 
     def ancestry(self) -> Iterator[RadixNode]:
         """This node and those above it, without the root."""
@@ -148,16 +156,15 @@ class RadixTree:
         path: list[RadixNode] = []
         length = 0
         node = self.roots.get(namespace)
+        wanted = token_ids.tobytes()
         while node is not None and length < len(token_ids):
-            child = node.children.get(token_ids.item(length))
-            if child is None:
+            node = node.children.get(token_ids.item(length))
+            if node is None:
                 break
-            path.append(child)
-            size = common_prefix(child.edge.view, token_ids[length:])
-            length += size
-            if size < child.edge.size:
-                break
-            node = child
+            path.append(node)
+            if not wanted.startswith(node.edge, TOKEN_BYTES * length):
+                return path, length + common_prefix(node.token_ids, token_ids[length:])
+            length = node.end
         return path, length
 
     def usable(self, path: list[RadixNode], length: int) -> int:
@@ -176,14 +183,11 @@ class RadixTree:
 
     def path_blocks(self, path: Sequence[RadixNode], group: int, first: int, stop: int) -> Ids:
         """Block ids of the path for block indices [first, stop)."""
-        ids = np.full(stop - first, -1, np.int32)
+        ids = np.empty(self.num_blocks(path[-1].end) if path else 0, np.int32)
         for node in path:
-            offset = node.start // self.block_size
-            blocks = node.blocks[group]
-            lo, hi = max(first, offset), min(stop, offset + blocks.size)
-            if lo < hi:
-                ids[lo - first : hi - first] = blocks.view[lo - offset : hi - offset]
-        return ids
+            if self.num_blocks(node.end) > first:
+                ids[node.start // self.block_size : self.num_blocks(node.end)] = node.blocks[group].view
+        return ids[first:stop]
 
     def first_needed_block(self, group: int, length: int) -> int:
         """Index of the first block that a token at position `length` reads in this group, or writes."""
@@ -214,7 +218,7 @@ class RadixTree:
         root = self.roots.get(namespace)
         if root is None:
             none = np.empty(0, np.int32)
-            root = RadixNode(namespace, None, 0, IntBuffer(none), [IntBuffer(none) for _ in self.pools], ROOT_BRANCH)
+            root = RadixNode(namespace, None, 0, 0, bytearray(), [IntBuffer(none) for _ in self.pools], ROOT_BRANCH)
             self.roots[namespace] = root
         return root
 
@@ -251,7 +255,7 @@ class RadixTree:
             node = cursor.node
             rest = token_ids[len(token_ids) - (end - position) :]
             if position < node.end:
-                size = common_prefix(node.edge.view[position - node.start :], rest)
+                size = common_prefix(node.token_ids[position - node.start :], rest)
                 if size < len(rest) and position + size < node.end:
                     self._split(node, position + size)
                 if size > 0:
@@ -274,7 +278,8 @@ class RadixTree:
 
     def _extend(self, leaf: RadixNode, token_ids: Ids, tables: Sequence[IntBuffer]) -> None:
         start = leaf.end
-        leaf.edge.extend(token_ids)
+        leaf.edge += token_ids.tobytes()
+        leaf.end += len(token_ids)
         first, stop = start // self.block_size, self.num_blocks(leaf.end)
         for group, table in enumerate(tables):
             blocks = leaf.blocks[group]
@@ -290,15 +295,14 @@ class RadixTree:
         self._events.stored(leaf.namespace, leaf.branch, leaf.branch, start, token_ids)
 
     def _attach(self, parent: RadixNode, token_ids: Ids, tables: Sequence[IntBuffer]) -> RadixNode:
-        start = parent.end
-        first, stop = start // self.block_size, self.num_blocks(start + len(token_ids))
+        start, end = parent.end, parent.end + len(token_ids)
+        first, stop = start // self.block_size, self.num_blocks(end)
         blocks = [IntBuffer(table.view[first:stop]) for table in tables]
         for pool, ids in zip(self.pools, blocks, strict=True):
             pool.keep(ids.view)
         self._num_branches += 1
-        child = RadixNode(
-            parent.namespace, parent, start, IntBuffer(token_ids), blocks, self._num_branches, key=parent.key
-        )
+        edge = bytearray(token_ids.tobytes())
+        child = RadixNode(parent.namespace, parent, start, end, edge, blocks, self._num_branches, key=parent.key)
         first_token = token_ids.item(0)
         parent.children[first_token] = child
         parent.scars.pop((start, first_token), None)
@@ -330,14 +334,16 @@ class RadixTree:
         parent = node.parent
         if parent is None:
             raise Bug("a root has no edge to split")
-        size = position - node.start
+        first_token, lower_token = node.token_ids[[0, position - node.start]].tolist()
+        size = TOKEN_BYTES * (position - node.start)
         offset = node.start // self.block_size
         stop, lower_first = self.num_blocks(position), position // self.block_size
         upper = RadixNode(
             node.namespace,
             parent,
             node.start,
-            IntBuffer(node.edge.view[:size]),
+            position,
+            node.edge[:size],
             [IntBuffer(blocks.view[: stop - offset]) for blocks in node.blocks],
             node.branch,
             key=node.key,
@@ -347,11 +353,11 @@ class RadixTree:
             for pool, blocks in zip(self.pools, upper.blocks, strict=True):
                 shared = blocks.view[-1:]
                 pool.keep(shared[shared >= 0])
-        parent.children[upper.edge.view.item(0)] = upper
-        upper.children[node.edge.view.item(size)] = node
+        parent.children[first_token] = upper
+        upper.children[lower_token] = node
         node.parent = upper
         node.start = position
-        node.edge = IntBuffer(node.edge.view[size:])
+        node.edge = node.edge[size:]
         node.blocks = [IntBuffer(blocks.view[lower_first - offset :]) for blocks in node.blocks]
         upper.cursors = [cursor for cursor in node.cursors if cursor.position <= position]
         node.cursors = [cursor for cursor in node.cursors if cursor.position > position]
@@ -373,9 +379,10 @@ class RadixTree:
         if node.children or node.parent is None or not max(node.floor, node.start) <= end < node.end:
             raise Bug(f"a node of tokens {node.start} to {node.end}, held to {node.floor}, cannot be cut at {end}")
         num_tokens = node.end - end
-        token = node.edge.view.item(end - node.start)
+        token = node.token_ids.item(end - node.start)
         if end > node.start:
-            node.edge.truncate(end - node.start)
+            del node.edge[TOKEN_BYTES * (end - node.start) :]
+            node.end = end
             num_kept = self.num_blocks(end) - node.start // self.block_size
             node.scars = {place: scar for place, scar in node.scars.items() if place[0] <= end}
             node.add_scar(end, token, eviction)

@@ -13,7 +13,7 @@ the queues may miss a block (see `Evictor`), so they are refilled when they run 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -103,7 +103,7 @@ class Retention:
         self.leaves = EvictionQueue()
         self.window_queues = {group: WindowQueues() for group, window in enumerate(windows) if window is not None}
 
-    def touch(self, path: Sequence[RadixNode]) -> None:
+    def touch(self, path: Iterable[RadixNode]) -> None:
         """These nodes are used now."""
         now = self.clock()
         for node in path:
