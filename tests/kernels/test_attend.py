@@ -1,6 +1,6 @@
 """Paged attention at every ISA level: right against float64, and the same bits however the work is cut.
 
-Pools start filled with NaN, so every test also shows that slots which hold no token of the sequence never reach a result.
+Pools start filled with NaN, so every test also shows that slots which hold no token of the sequence reach no result.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def step(
     num_threads: int = 1,
     seed: int = 0,
 ) -> list[Array]:
-    """Run one step over tokens [start, stop) of each sequence; their outputs. Blocks out of every row's sight are -1."""
+    """Run one step over tokens [start, stop) of each sequence; their outputs. Blocks out of all rows' sight are -1."""
     tables = np.full((len(chunks), max(len(tokens.blocks) for tokens, _, _ in chunks)), -1, np.int32)
     for table, (tokens, start, stop) in zip(tables, chunks, strict=True):
         first = max(0, start - layer.window + 1) // BLOCK if layer.window else 0

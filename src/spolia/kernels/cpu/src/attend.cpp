@@ -11,6 +11,7 @@ namespace spolia::SPOLIA_LEVEL {
 namespace {
 
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kMasked = -1e30f;  // a score whose weight is exactly 0; finite, so that no NaN comes of it
 
 int64_t sequence_of(const AttendStep& step, int64_t row) {
   int64_t s = 0;
@@ -20,26 +21,46 @@ int64_t sequence_of(const AttendStep& step, int64_t row) {
 
 // ---- writing KV -----------------------------------------------------------------------------------------------------
 
+// `count` neighbouring tokens' columns [0, n) to their places: a pair of columns lies together in K, a pair of tokens in V. Nothing but these tokens' elements is written: their neighbours' belong to other threads.
+template <class K, int Count>
+void store_head(const float* k, int64_t ld_k, const float* v, int64_t ld_v, int64_t head_dim, int64_t slot, int64_t width,
+                typename K::Elem* k_out, typename K::Elem* v_out) {
+  using Elem = typename K::Elem;
+  constexpr int64_t pack = K::kPack, kChunk = 64;
+  k_out += slot * pack, v_out += slot / pack * width * pack + slot % pack;
+  for (int64_t begin = 0; begin < head_dim; begin += kChunk) {
+    const int64_t n = head_dim - begin < kChunk ? head_dim - begin : kChunk;
+    Elem k_row[Count][kChunk], v_row[Count][kChunk];
+    for (int i = 0; i < Count; ++i) {
+      for (int64_t d = 0; d < n; ++d) k_row[i][d] = K::encode(k[i * ld_k + begin + d]);
+      for (int64_t d = 0; d < n; ++d) v_row[i][d] = K::encode(v[i * ld_v + begin + d]);
+      if (n % pack) k_row[i][n] = Elem(0);
+    }
+    for (int64_t d = 0; d < n; d += pack)
+      for (int i = 0; i < Count; ++i)
+        std::memcpy(k_out + (begin + d) * kBlock + i * pack, &k_row[i][d], pack * sizeof(Elem));
+    for (int64_t d = 0; d < n; ++d)
+      for (int i = 0; i < Count; ++i) v_out[(begin + d) * pack + i] = v_row[i][d];
+  }
+}
+
 template <class K>
 void store_rows(const AttendShape& shape, const AttendStep& step, int64_t row_begin, int64_t row_end) {
   using Elem = typename K::Elem;
-  constexpr int64_t pack = K::kPack;
   const Layout layout = layout_of<K>(shape);
   int64_t seq = row_begin < row_end ? sequence_of(step, row_begin) : 0;
-  for (int64_t row = row_begin; row < row_end; ++row) {
+  for (int64_t row = row_begin, count; row < row_end; row += count) {
     while (step.row_starts[seq + 1] <= row) ++seq;
     const int64_t position = step.positions[row], slot = position % kBlock;
+    const int64_t limit = step.row_starts[seq + 1] < row_end ? step.row_starts[seq + 1] : row_end;
+    count = slot % K::kPack == 0 && row + K::kPack <= limit ? K::kPack : 1;
     const int32_t block = step.block_table[seq * step.max_blocks + position / kBlock];
     uint8_t* head = step.pool + static_cast<size_t>(block) * step.block_bytes + step.layer_offset;
     for (int64_t h = 0; h < shape.num_kv_heads; ++h, head += layout.k_bytes + layout.v_bytes) {
-      const float* k = step.k + row * step.ld_k + h * shape.head_dim;
-      const float* v = step.v + row * step.ld_v + h * shape.head_dim;
-      Elem* k_out = reinterpret_cast<Elem*>(head) + slot * pack;
-      Elem* v_out = reinterpret_cast<Elem*>(head + layout.k_bytes) + slot / pack * layout.width * pack + slot % pack;
-      // Only this token's elements are written: its neighbours' belong to other threads.
-      for (int64_t d = 0; d < layout.depth; ++d)
-        k_out[d / pack * kBlock * pack + d % pack] = K::encode(d < shape.head_dim ? k[d] : 0.0f);
-      for (int64_t d = 0; d < shape.head_dim; ++d) v_out[d * pack] = K::encode(v[d]);
+      const auto store = count > 1 ? store_head<K, K::kPack> : store_head<K, 1>;
+      store(step.k + row * step.ld_k + h * shape.head_dim, step.ld_k, step.v + row * step.ld_v + h * shape.head_dim,
+            step.ld_v, shape.head_dim, slot, layout.width, reinterpret_cast<Elem*>(head),
+            reinterpret_cast<Elem*>(head + layout.k_bytes));
     }
   }
 }
@@ -140,23 +161,18 @@ class TileWorker {
   int64_t head(int64_t g) const { return item_.kv_head * group_ + g; }
   int64_t position(int64_t r) const { return step_.positions[rows_[r]]; }
 
-  // Rows of q as the register tile wants them: kParts 4-byte operands a step, zeros after head_dim.
   void pack_q() {
-    const int64_t depth = layout_.depth;
+    // Rows of q and out lie far apart: ask for all of them at once, and for out as early as this.
+    const int64_t floats = group_ * shape_.head_dim;
     for (int64_t r = 0; r < item_.num_rows; ++r)
-      for (int64_t g = 0; g < group_; ++g) {
-        const float* q = step_.q + rows_[r] * step_.ld_q + head(g) * shape_.head_dim;
-        float* out = scratch_.q + (r * group_ + g) * ld_q_;
-        if constexpr (K::kRounded) {
-          for (int64_t d = 0; d < depth; d += 2) {
-            const uint16_t both[2] = {to_bf16(q[d]), to_bf16(d + 1 < shape_.head_dim ? q[d + 1] : 0.0f)};
-            std::memcpy(out + d / 2, both, 4);
-          }
-        } else {
-          std::memcpy(out, q, static_cast<size_t>(shape_.head_dim) * sizeof(float));
-          if (depth > shape_.head_dim) out[depth - 1] = 0.0f;
-        }
+      for (int64_t i = 0; i < floats; i += 16) {
+        __builtin_prefetch(step_.q + rows_[r] * step_.ld_q + head(0) * shape_.head_dim + i);
+        if (item_.whole) __builtin_prefetch(step_.out + rows_[r] * step_.ld_out + head(0) * shape_.head_dim + i, 1);
       }
+    for (int64_t r = 0; r < item_.num_rows; ++r)
+      for (int64_t g = 0; g < group_; ++g)
+        K::pack_row(step_.q + rows_[r] * step_.ld_q + head(g) * shape_.head_dim, shape_.head_dim,
+                    scratch_.q + (r * group_ + g) * ld_q_);
   }
 
   // Find which rows have tokens in the split, and its blocks; false if none has.
@@ -193,17 +209,18 @@ class TileWorker {
   // scores[head][token] = q . k for every token that some row attends to; the other rows ignore them.
   void score() {
     const int64_t num_steps = (shape_.head_dim + kPack - 1) / kPack;
+    const int64_t m_begin = row_begin_ * group_, m_end = row_end_ * group_, most = tile_vecs(m_end - m_begin);
     const int64_t end = round_up(tokens_end_, kLanes) / kLanes;
-    for (int64_t vec = tokens_begin_ / kLanes; vec < end; vec += kTileVecs) {
-      const int64_t vecs = end - vec < kTileVecs ? end - vec : kTileVecs;
-      const Elem* columns[kTileVecs];
+    for (int64_t vec = tokens_begin_ / kLanes; vec < end; vec += most) {
+      const int64_t vecs = end - vec < most ? end - vec : most;
+      const Elem* columns[kWideVecs];
       for (int64_t c = 0; c < vecs; ++c) {
         const int64_t token = (vec + c) * kLanes;
         columns[c] = k_blocks_[token / kBlock] + token % kBlock * kPack;
       }
-      for_row_chunks(row_begin_ * group_, row_end_ * group_, [&](int64_t m, int64_t rows) {
-        kTiles<K>.score[rows - 1][vecs - 1](scratch_.q + m * ld_q_, ld_q_, columns, num_steps,
-                                            scratch_.scores + m * kSplit + vec * kLanes, kSplit);
+      for_row_chunks(m_begin, m_end, [&](int64_t m, int64_t rows) {
+        kTiles<K>.score[rows - 1][vecs - 1](scratch_.q + m * ld_q_, ld_q_, columns, num_steps, layout_.k_bytes,
+                                            scratch_.scores + m * kSplit + vec * kLanes);
       });
     }
   }
@@ -212,60 +229,36 @@ class TileWorker {
   void soften(int64_t r, int64_t m) {
     const int64_t lo = scratch_.bounds[2 * r], hi = scratch_.bounds[2 * r + 1];
     float* record = scratch_.record + m * ld_;
-    std::memset(record, 0, static_cast<size_t>(layout_.width) * sizeof(float));
     if (lo >= hi) return;
+    for (int64_t d = 0; d < layout_.width; d += kLanes) store(record + d, splat(0.0f));
     float* scores = scratch_.scores + m * kSplit;
-    const int64_t begin = lo / kLanes, end = round_up(hi, kLanes) / kLanes;
-    const auto valid = [lo, hi](Vec v, int64_t vec, float fill) {
-      const int64_t from = lo - vec * kLanes, to = hi - vec * kLanes;
-      if (from <= 0 && to >= kLanes) return v;
-      return keep(v, lane(from), lane(to), fill);
-    };
-    float factor = shape_.scale * kLog2E;
+    const int64_t begin = lo / kUnit * kUnit, end = round_up(hi, kUnit);
     if (shape_.softcap > 0.0f) {
       const Vec inner = splat(shape_.scale / shape_.softcap), cap = splat(shape_.softcap);
-      for (int64_t vec = begin; vec < end; ++vec)
-        store(scores + vec * kLanes, tanh(load(scores + vec * kLanes) * inner) * cap);
-      factor = kLog2E;
+      for (int64_t t = begin; t < end; t += kLanes) store(scores + t, tanh(load(scores + t) * inner) * cap);
     }
-    Vec maxima = splat(-__builtin_inff());
-    for (int64_t vec = begin; vec < end; ++vec)
-      maxima = max(maxima, valid(load(scores + vec * kLanes), vec, -__builtin_inff()));
+    for (int64_t t = begin; t < lo; ++t) scores[t] = kMasked;
+    for (int64_t t = hi; t < end; ++t) scores[t] = kMasked;
+    const float factor = shape_.softcap > 0.0f ? kLog2E : shape_.scale * kLog2E;
+    // A whole split is the usual case: with its bounds known, its loops have no branches.
+    if (begin == 0 && end == kSplit) weigh_scores(scores, 0, kSplit, factor, record);
+    else weigh_scores(scores, begin, end, factor, record);
+  }
+
+  [[gnu::always_inline]] void weigh_scores(float* scores, int64_t begin, int64_t end, float factor, float* record) {
+    Vec maxima = splat(kMasked);
+#pragma GCC unroll 16
+    for (int64_t t = begin; t < end; t += kLanes) maxima = max(maxima, load(scores + t));
     // The maximum is rounded once, here; weights of all splits refer to exactly this number.
     const float maximum = reduce_max(maxima) * factor;
-    Vec sums = splat(0.0f);
-    const auto weight = [&](int64_t vec) {
-      const Vec power = exp2<K::kExpDegree>(fma(load(scores + vec * kLanes), splat(factor), splat(-maximum)));
-      return valid(power, vec, 0.0f);
+    const auto weight = [&](int64_t t) {
+      return exp2<K::kExpDegree>(fma(load(scores + t), splat(factor), splat(-maximum)));
     };
-    if constexpr (K::kRounded) {
-      sums = soften_rounded(scores, begin / 2 * 2, round_up(end, 2), weight);
-    } else {
-      for (int64_t vec = begin; vec < end; ++vec) {
-        const Vec p = weight(vec);
-        store(scores + vec * kLanes, p);
-        sums = sums + p;
-      }
-    }
+    Vec sums = splat(0.0f);
+    for (int64_t t = begin; t < end; t += kUnit) sums = K::store_weights(scores, t, weight, sums);
     record[layout_.width] = maximum;
     record[layout_.width + 1] = reduce_sum(sums);
   }
-
-#if defined(SPOLIA_LEVEL_avx512)
-  // Weights rounded to bf16, two tokens to an operand; their sum is that of the rounded ones, so that they still add to one.
-  template <class Weight>
-  static Vec soften_rounded(float* scores, int64_t begin, int64_t end, const Weight& weight) {
-    Vec sums = splat(0.0f);
-    const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
-    for (int64_t vec = begin; vec < end; vec += 2) {
-      const Vec even = weight(vec), odd = weight(vec + 1);
-      const __m512bh p = _mm512_cvtne2ps_pbh(odd, even);
-      _mm512_storeu_si512(scores + vec * kLanes / 2, (__m512i)p);
-      sums = _mm512_dpbf16_ps(sums, p, ones);
-    }
-    return sums;
-  }
-#endif
 
   // record[head] = P V over each row's own tokens, in order. Tokens common to all rows go together; those before and after, which a
   // part of the rows may not see, row by row: what another row may see never enters this row's sum, not even times 0.
@@ -314,12 +307,12 @@ class TileWorker {
 
   void weigh_steps(int64_t m_begin, int64_t m_end, int64_t begin, int64_t end, const Elem* const* blocks) {
     if (begin >= end) return;
-    const int64_t num_vecs = layout_.width / kLanes;
-    for (int64_t vec = 0; vec < num_vecs; vec += kTileVecs) {
-      const int64_t vecs = num_vecs - vec < kTileVecs ? num_vecs - vec : kTileVecs;
+    const int64_t num_vecs = layout_.width / kLanes, most = tile_vecs(m_end - m_begin);
+    for (int64_t vec = 0; vec < num_vecs; vec += most) {
+      const int64_t vecs = num_vecs - vec < most ? num_vecs - vec : most;
       for_row_chunks(m_begin, m_end, [&](int64_t m, int64_t rows) {
-        kTiles<K>.weigh[rows - 1][vecs - 1](scratch_.scores + m * kSplit, kSplit, blocks, vec * kLanes, layout_.width, begin,
-                                            end, scratch_.record + m * ld_ + vec * kLanes, ld_);
+        kTiles<K>.weigh[rows - 1][vecs - 1](scratch_.scores + m * kSplit, blocks, vec * kLanes * kPack,
+                                            layout_.width * kPack, begin, end, scratch_.record + m * ld_ + vec * kLanes, ld_);
       });
     }
   }
@@ -334,12 +327,10 @@ class TileWorker {
         float* state = scratch_.state + (r * group_ + g) * ld_;
         if (!item_.whole) state = plan_.records + ((plan_.partials[rows_[r]] + nth) * shape_.num_heads + head(g)) * ld_;
         if (item_.whole && nth > 0) fold(state, record, layout_.width);
-        else std::memcpy(state, record, static_cast<size_t>(layout_.width + 2) * sizeof(float));
+        else for (int64_t d = 0; d < ld_; d += kLanes) store(state + d, load(record + d));
       }
     }
   }
-
-  static int lane(int64_t i) { return static_cast<int>(i < 0 ? 0 : i > kLanes ? kLanes : i); }
 
   // Cut [begin, end) into chunks of nearly one size that a register tile can take.
   template <class Visit>

@@ -16,34 +16,56 @@
 namespace spolia::SPOLIA_LEVEL {
 namespace {
 
+constexpr int64_t kSplit = 256;  // tokens; part of the numerics: attend.h
+constexpr int64_t kSplitBlocks = kSplit / kBlock;
+constexpr int kUnit = 32;  // tokens that softmax takes at a time
+
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+// The encoders have no branches, so that loops over them become vector loops.
 inline uint16_t to_bf16(float x) {  // to nearest, ties to even
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40);
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1);
+  return static_cast<uint16_t>((is_nan ? bits | 0x400000u : rounded) >> 16);
 }
 
 // To nearest, ties to even. What is finite stays finite: a key beyond f16's range becomes the largest one and dominates, where
 // infinity would turn into NaN. Infinity itself stays, as the fault that it is.
 inline uint16_t to_f16(float x) {
-  uint32_t bits;
+  uint32_t bits, subnormal;
   std::memcpy(&bits, &x, 4);
   const uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
-  if (magnitude == 0x7f800000u) return static_cast<uint16_t>(sign | 0x7c00u);
-  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7bffu);
-  if (magnitude >= 0x38800000u) {  // normal: rebase the exponent, round 13 bits away
-    const uint32_t rebased = magnitude - 0x38000000u;
-    return static_cast<uint16_t>(sign | ((rebased + 0xfffu + ((rebased >> 13) & 1)) >> 13));
-  }
-  // Subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits.
-  float y;
+  const uint32_t rebased = magnitude - 0x38000000u;
+  const uint32_t normal = (rebased + 0xfffu + ((rebased >> 13) & 1)) >> 13;
+  float y;  // adding 0.5 leaves the rounded multiple of 2^-24 in the low bits
   std::memcpy(&y, &magnitude, 4);
   y += 0.5f;
-  std::memcpy(&bits, &y, 4);
-  return static_cast<uint16_t>(sign | (bits - 0x3f000000u));
+  std::memcpy(&subnormal, &y, 4);
+  uint32_t half = magnitude < 0x38800000u ? subnormal - 0x3f000000u : normal;
+  half = magnitude >= 0x477ff000u ? 0x7bffu : half;
+  half = magnitude >= 0x7f800000u ? 0x7c00u : half;
+  half = magnitude > 0x7f800000u ? 0x7e00u : half;
+  return static_cast<uint16_t>(sign | half);
+}
+
+// A row of q `[n]` as operands, kParts 4-byte values a step, zeros after n; for rows that stay float32.
+inline void pack_row_as_it_is(const float* q, int64_t n, float* out) {
+  std::memcpy(out, q, static_cast<size_t>(n) * sizeof(float));
+  if (n % 2) out[n] = 0.0f;
+}
+
+// p[t, t + kUnit) = weight(t...), for rows of P that stay float32; returns their lanes added to `sums`.
+template <class Weight>
+inline Vec store_weights_as_they_are(float* p, int64_t t, const Weight& weight, Vec sums) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kUnit; i += kLanes) {
+    const Vec w = weight(t + i);
+    store(p + t + i, w);
+    sums = sums + w;
+  }
+  return sums;
 }
 
 // A KvType's elements, and how one operand of K or V meets one of Q or P.
@@ -57,20 +79,28 @@ template <>
 struct Kv<KvType::F32> {
   using Elem = float;
   static constexpr int kPack = 1, kParts = 1, kExpDegree = 6;
-  static constexpr bool kRounded = false;
   static Elem encode(float x) { return x; }
   static Vec operand(const Elem* p, int) { return load(p); }
   static Vec multiply_add(Vec kv, Vec row, Vec sum) { return fma(kv, row, sum); }
+  static void pack_row(const float* q, int64_t n, float* out) { pack_row_as_it_is(q, n, out); }
+  template <class Weight>
+  static Vec store_weights(float* p, int64_t t, const Weight& weight, Vec sums) {
+    return store_weights_as_they_are(p, t, weight, sums);
+  }
 };
 
 template <>
 struct Kv<KvType::F16> {
   using Elem = uint16_t;
   static constexpr int kPack = 1, kParts = 1, kExpDegree = 6;
-  static constexpr bool kRounded = false;
   static Elem encode(float x) { return to_f16(x); }
   static Vec operand(const Elem* p, int) { return load_f16(p); }
   static Vec multiply_add(Vec kv, Vec row, Vec sum) { return fma(kv, row, sum); }
+  static void pack_row(const float* q, int64_t n, float* out) { pack_row_as_it_is(q, n, out); }
+  template <class Weight>
+  static Vec store_weights(float* p, int64_t t, const Weight& weight, Vec sums) {
+    return store_weights_as_they_are(p, t, weight, sums);
+  }
 };
 
 #if defined(SPOLIA_LEVEL_avx512)
@@ -79,20 +109,39 @@ template <>
 struct Kv<KvType::BF16> {
   using Elem = uint16_t;
   static constexpr int kPack = 2, kParts = 1, kExpDegree = 4;
-  static constexpr bool kRounded = true;
   static Elem encode(float x) { return to_bf16(x); }
   static Vec operand(const Elem* p, int) { return _mm512_loadu_ps(p); }
   static Vec multiply_add(Vec kv, Vec row, Vec sum) { return _mm512_dpbf16_ps(sum, (__m512bh)kv, (__m512bh)row); }
+  static void pack_row(const float* q, int64_t n, float* out) {
+    const auto some = [q, n](int64_t d) {
+      const int64_t left = n - d;
+      return _mm512_maskz_loadu_ps(left >= kLanes ? 0xffff : left > 0 ? (1u << left) - 1 : 0, q + d);
+    };
+    for (int64_t d = 0; d < n; d += 2 * kLanes)
+      _mm512_storeu_si512(out + d / 2, (__m512i)_mm512_cvtne2ps_pbh(some(d + kLanes), some(d)));
+  }
+  // The sum is that of the rounded weights, so that these still add to one.
+  template <class Weight>
+  static Vec store_weights(float* p, int64_t t, const Weight& weight, Vec sums) {
+    const Vec low = weight(t), high = weight(t + kLanes);
+    const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
+    _mm512_storeu_si512(p + t / 2, (__m512i)both);
+    return _mm512_dpbf16_ps(sums, both, (__m512bh)_mm512_set1_epi32(0x3f803f80));
+  }
 };
 #else
 template <>
 struct Kv<KvType::BF16> {
   using Elem = uint16_t;
   static constexpr int kPack = 2, kParts = 2, kExpDegree = 6;
-  static constexpr bool kRounded = false;
   static Elem encode(float x) { return to_bf16(x); }
   static Vec operand(const Elem* p, int part) { return part ? load_bf16_odd(p) : load_bf16_even(p); }
   static Vec multiply_add(Vec kv, Vec row, Vec sum) { return fma(kv, row, sum); }
+  static void pack_row(const float* q, int64_t n, float* out) { pack_row_as_it_is(q, n, out); }
+  template <class Weight>
+  static Vec store_weights(float* p, int64_t t, const Weight& weight, Vec sums) {
+    return store_weights_as_they_are(p, t, weight, sums);
+  }
 };
 #endif
 
@@ -112,32 +161,33 @@ inline Layout layout_of(const AttendShape& shape) {
   return out;
 }
 
-// sums[r][c] += rows[r] x columns c, over `num_steps` steps: the one inner loop of both Q K^T and P V. Each sum is a chain of
-// its own in the order of the steps, so it does not depend on the tile it is computed in.
-template <class K, int Rows, int Vecs>
-[[gnu::always_inline]] inline void multiply(Vec (&sums)[Rows][Vecs], const float* rows, int64_t ld_rows,
-                                            const typename K::Elem* const (&columns)[Vecs], int64_t step_elems,
-                                            int64_t num_steps) {
-  for (int64_t s = 0; s < num_steps; ++s) {
+// sums[r][c] += rows[r] x column c, one step: the inner loop of both Q K^T and P V. `column(c)` is the step's vector c. Each sum is
+// a chain of its own in the order of the steps, so it does not depend on the tile it is computed in.
+template <class K, int Rows, int Vecs, class Column>
+[[gnu::always_inline]] inline void multiply_step(Vec (&sums)[Rows][Vecs], const float* rows, int64_t ld_rows,
+                                                 const Column& column) {
 #pragma GCC unroll 2
-    for (int part = 0; part < K::kParts; ++part) {
-      Vec kv[Vecs];
+  for (int part = 0; part < K::kParts; ++part) {
+    Vec kv[Vecs];
 #pragma GCC unroll 8
-      for (int c = 0; c < Vecs; ++c) kv[c] = K::operand(columns[c] + s * step_elems, part);
+    for (int c = 0; c < Vecs; ++c) kv[c] = K::operand(column(c), part);
 #pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) {
-        const Vec row = splat(rows[r * ld_rows + s * K::kParts + part]);
+    for (int r = 0; r < Rows; ++r) {
+      const Vec row = splat(rows[r * ld_rows + part]);
 #pragma GCC unroll 8
-        for (int c = 0; c < Vecs; ++c) sums[r][c] = K::multiply_add(kv[c], row, sums[r][c]);
-      }
+      for (int c = 0; c < Vecs; ++c) sums[r][c] = K::multiply_add(kv[c], row, sums[r][c]);
     }
   }
 }
 
 // scores[r][c] = q[r] . k[c]: `columns` are Vecs vectors of tokens, each at its block's first depth.
+//
+// V lies `v_bytes_on` bytes behind K and is wanted next: each line of K asks for the line of V at its side. Blocks are too
+// far apart for the hardware to foresee: several read side by side, K and V both, come at the rate of one long read.
 template <class K, int Rows, int Vecs>
-void score_tile(const float* q, int64_t ld_q, const typename K::Elem* const* columns, int64_t num_steps, float* scores,
-                int64_t ld_scores) {
+void score_tile(const float* q, int64_t ld_q, const typename K::Elem* const* columns, int64_t num_steps, size_t v_bytes_on,
+                float* scores) {
+  constexpr int64_t kStepElems = kBlock * K::kPack;
   Vec sums[Rows][Vecs];
   const typename K::Elem* pointers[Vecs];
 #pragma GCC unroll 8
@@ -146,33 +196,35 @@ void score_tile(const float* q, int64_t ld_q, const typename K::Elem* const* col
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
     for (int c = 0; c < Vecs; ++c) sums[r][c] = splat(0.0f);
-  multiply<K, Rows, Vecs>(sums, q, ld_q, pointers, kBlock * K::kPack, num_steps);
+  for (int64_t s = 0; s < num_steps; ++s) {
+#pragma GCC unroll 8
+    for (int c = 0; c < Vecs; c += kBlock / kLanes)
+      __builtin_prefetch(reinterpret_cast<const uint8_t*>(pointers[c] + s * kStepElems) + v_bytes_on, 0, 2);
+    multiply_step<K>(sums, q + s * K::kParts, ld_q, [&](int c) { return pointers[c] + s * kStepElems; });
+  }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
-    for (int c = 0; c < Vecs; ++c) store(scores + r * ld_scores + c * kLanes, sums[r][c]);
+    for (int c = 0; c < Vecs; ++c) store(scores + r * kSplit + c * kLanes, sums[r][c]);
 }
 
-// out[r] += p[r] x V over steps [step_begin, step_end) of a split: blocks[i] is block i's V, at the first column wanted.
+// out[r] += p[r] x V over steps [begin, end) of a split: blocks[i] is block i's V, `step_elems` from a step to the next, and
+// `column` the first element wanted of each.
 template <class K, int Rows, int Vecs>
-void weigh_tile(const float* p, int64_t ld_p, const typename K::Elem* const* blocks, int64_t column, int64_t width,
-                int64_t step_begin, int64_t step_end, float* out, int64_t ld_out) {
+void weigh_tile(const float* p, const typename K::Elem* const* blocks, int64_t column, int64_t step_elems, int64_t begin,
+                int64_t end, float* out, int64_t ld_out) {
   constexpr int64_t kSteps = kBlock / K::kPack;
   Vec sums[Rows][Vecs];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
     for (int c = 0; c < Vecs; ++c) sums[r][c] = load(out + r * ld_out + c * kLanes);
-  const int64_t step_elems = width * K::kPack;
-  for (int64_t s = step_begin; s < step_end;) {
-    const int64_t block_end = (s / kSteps + 1) * kSteps;
-    const int64_t stop = block_end < step_end ? block_end : step_end;
-    const typename K::Elem* base = blocks[s / kSteps] + (s % kSteps) * step_elems + column * K::kPack;
-    const typename K::Elem* pointers[Vecs];
-#pragma GCC unroll 8
-    for (int c = 0; c < Vecs; ++c) pointers[c] = base + c * kLanes * K::kPack;
-    multiply<K, Rows, Vecs>(sums, p + s * K::kParts, ld_p, pointers, step_elems, stop - s);
-    s = stop;
+  for (int64_t block = begin / kSteps; block * kSteps < end; ++block) {
+    const int64_t from = begin > block * kSteps ? begin : block * kSteps;
+    const int64_t to = end < (block + 1) * kSteps ? end : (block + 1) * kSteps;
+    const typename K::Elem* v = blocks[block] + (from - block * kSteps) * step_elems + column;
+    for (int64_t s = from; s < to; ++s, v += step_elems)
+      multiply_step<K>(sums, p + s * K::kParts, kSplit, [&](int c) { return v + c * kLanes * K::kPack; });
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
@@ -180,13 +232,16 @@ void weigh_tile(const float* p, int64_t ld_p, const typename K::Elem* const* blo
     for (int c = 0; c < Vecs; ++c) store(out + r * ld_out + c * kLanes, sums[r][c]);
 }
 
+// How many vectors wide a register tile of `rows` rows may be.
+constexpr int64_t tile_vecs(int64_t rows) { return rows <= kWideRows ? kWideVecs : kTileVecs; }
+
 // Every size of register tile, by number of rows and of vectors less one.
 template <class K>
 struct Tiles {
-  decltype(&score_tile<K, 1, 1>) score[kTileRows][kTileVecs] = {};
-  decltype(&weigh_tile<K, 1, 1>) weigh[kTileRows][kTileVecs] = {};
+  decltype(&score_tile<K, 1, 1>) score[kTileRows][kWideVecs] = {};
+  decltype(&weigh_tile<K, 1, 1>) weigh[kTileRows][kWideVecs] = {};
 
-  constexpr Tiles() { fill<kTileRows, kTileVecs>(); }
+  constexpr Tiles() { fill<kTileRows, tile_vecs(kTileRows)>(); }
 
  private:
   template <int Rows, int Vecs>
@@ -194,7 +249,7 @@ struct Tiles {
     score[Rows - 1][Vecs - 1] = &score_tile<K, Rows, Vecs>;
     weigh[Rows - 1][Vecs - 1] = &weigh_tile<K, Rows, Vecs>;
     if constexpr (Vecs > 1) fill<Rows, Vecs - 1>();
-    else if constexpr (Rows > 1) fill<Rows - 1, kTileVecs>();
+    else if constexpr (Rows > 1) fill<Rows - 1, tile_vecs(Rows - 1)>();
   }
 };
 

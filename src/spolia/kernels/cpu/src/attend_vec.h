@@ -1,7 +1,7 @@
 // The few vector operations that attention needs, one implementation per level. +, -, * and / are the compiler's own.
 //
 // A `Vec` holds kLanes floats; kLanes divides a block's 16 tokens. kTileRows x kTileVecs accumulators of one register tile
-// leave room for their operands in the level's register file.
+// leave room for their operands in the level's register file; so do kWideRows x kWideVecs, for few rows.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -16,7 +16,7 @@ namespace {
 #if defined(SPOLIA_LEVEL_avx512)
 
 using Vec = __m512;
-constexpr int kLanes = 16, kTileRows = 6, kTileVecs = 4;
+constexpr int kLanes = 16, kTileRows = 6, kTileVecs = 4, kWideRows = 3, kWideVecs = 8;
 
 inline Vec splat(float x) { return _mm512_set1_ps(x); }
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
@@ -35,7 +35,7 @@ inline Vec load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si2
 #elif defined(SPOLIA_LEVEL_avx2)
 
 using Vec = __m256;
-constexpr int kLanes = 8, kTileRows = 4, kTileVecs = 2;
+constexpr int kLanes = 8, kTileRows = 4, kTileVecs = 2, kWideRows = 3, kWideVecs = 4;
 
 inline Vec splat(float x) { return _mm256_set1_ps(x); }
 inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
@@ -68,7 +68,7 @@ inline Vec load_bf16_odd(const uint16_t* p) {
 typedef float Vec __attribute__((vector_size(16)));
 typedef int32_t IntVec __attribute__((vector_size(16)));
 typedef uint32_t WordVec __attribute__((vector_size(16)));
-constexpr int kLanes = 4, kTileRows = 4, kTileVecs = 2;
+constexpr int kLanes = 4, kTileRows = 4, kTileVecs = 2, kWideRows = 2, kWideVecs = 4;
 
 inline Vec splat(float x) { return Vec{x, x, x, x}; }
 inline Vec load(const float* p) {
@@ -112,21 +112,35 @@ inline Vec load_f16(const uint16_t* p) {
 
 inline float first(Vec v) { return v[0]; }
 
-// Reductions over lanes in the fixed order of a binary tree.
-inline float reduce_max(Vec v) {
-  float x[kLanes];
-  store(x, v);
-  for (int n = kLanes / 2; n; n /= 2)
-    for (int i = 0; i < n; ++i) x[i] = x[i] > x[i + n] ? x[i] : x[i + n];
-  return x[0];
+// Reductions over lanes in the fixed order of a binary tree: the upper half onto the lower.
+struct Larger {
+  template <class V>
+  V operator()(V a, V b) const { return a > b ? a : b; }
+};
+struct Sum {
+  template <class V>
+  V operator()(V a, V b) const { return a + b; }
+};
+typedef float Quad __attribute__((vector_size(16)));
+template <class Op>
+inline float reduce(Quad v, Op op) {
+  const Quad pair = op(v, __builtin_shufflevector(v, v, 2, 3, 2, 3));
+  return op(pair, __builtin_shufflevector(pair, pair, 1, 1, 1, 1))[0];
 }
-inline float reduce_sum(Vec v) {
-  float x[kLanes];
-  store(x, v);
-  for (int n = kLanes / 2; n; n /= 2)
-    for (int i = 0; i < n; ++i) x[i] += x[i + n];
-  return x[0];
+#if defined(SPOLIA_LEVEL_avx512) || defined(SPOLIA_LEVEL_avx2)
+template <class Op>
+inline float reduce(__m256 v, Op op) {
+  return reduce(op((Quad)_mm256_castps256_ps128(v), (Quad)_mm256_extractf128_ps(v, 1)), op);
 }
+#endif
+#if defined(SPOLIA_LEVEL_avx512)
+template <class Op>
+inline float reduce(__m512 v, Op op) {
+  return reduce(op(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)), op);
+}
+#endif
+inline float reduce_max(Vec v) { return reduce(v, Larger{}); }
+inline float reduce_sum(Vec v) { return reduce(v, Sum{}); }
 
 // 2^f - 1 on [-1/2, 1/2] as f * polynomial(f): the relative error of 2^f is 8e-8 (Degree 6) or 3e-6 (Degree 4, enough for a
 // value that is rounded to bf16 next). Minimax coefficients, fitted for this file.
