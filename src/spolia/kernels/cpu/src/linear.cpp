@@ -234,7 +234,7 @@ struct Brain16 {  // pairs of k
 // ---- A matrix: rows in groups, tile by tile --------------------------------------------------------------------------
 
 int64_t row_bytes_of(RowKind kind, int64_t k) {
-  if (kind == RowKind::Q8) return (k + kBlockK - 1) / kBlockK * int64_t(sizeof(RowBlock));
+  if (kind == RowKind::Q8) return k / kBlockK * int64_t(sizeof(RowBlock));
   const int64_t bytes = kind == RowKind::BF16 ? 2 * k : 4 * k;
   return (bytes + 63) / 64 * 64;  // the padding, zeros, meets the padding of the weights
 }
@@ -446,51 +446,24 @@ SPOLIA_INLINE uint16_t to_bf16(float x) {  // to nearest, ties to even; NaN stay
   return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-void quantise_block(const float* x, int64_t count, RowBlock& block) {
-  float values[32] = {};
-  std::memcpy(values, x, size_t(count) * 4);
-  float largest[8] = {}, poison[8] = {};
-  for (int i = 0; i < 32; i += 8)
-    for (int j = 0; j < 8; ++j) {
-      const float magnitude = std::fabs(values[i + j]);
-      largest[j] = magnitude > largest[j] ? magnitude : largest[j];
-      poison[j] += values[i + j] * 0.0f;  // NaN where a value is not finite: it must not vanish in the comparison
-    }
-  float amax = 0, not_finite = 0;
-  for (int j = 0; j < 8; ++j) {
-    amax = largest[j] > amax ? largest[j] : amax;
-    not_finite += poison[j];
-  }
-  const float inverse = amax > 0 ? 127.0f / amax : 0.0f;
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
-  int32_t halves[2];
-  for (int h = 0; h < 2; ++h) {
-    int32_t sum = 0;
-    for (int i = 16 * h; i < 16 * h + 16; ++i) {
-      const float shifted = values[i] * inverse + kRound;
-      int32_t bits;
-      std::memcpy(&bits, &shifted, 4);
-      const int32_t q = bits - 0x4b400000;
-      block.q[i] = int8_t(q);
-      sum += q;
-    }
-    halves[h] = sum;
-  }
-  const int32_t sum = halves[0] + halves[1];
-  block.d = amax / 127.0f + not_finite;
+void quantise_block(const float* x, RowBlock& block) {
+  int32_t sums[2] = {};
+  const float largest = quantise_32(x, block.q, sums);
+  const int32_t sum = sums[0] + sums[1];
+  block.d = largest / 127.0f;
   block.d_sum = block.d * float(sum);
   block.minus_8 = -8 * sum;
   block.minus_16 = -16 * sum;
   block.minus_128 = -128 * sum;
-  block.minus_32[0] = -32 * halves[0];
-  block.minus_32[1] = -32 * halves[1];
+  block.minus_32[0] = -32 * sums[0];
+  block.minus_32[1] = -32 * sums[1];
   block.unused = 0;
 }
 
 void prepare_row(RowKind kind, const float* x, int64_t k, uint8_t* dst) {
   if (kind == RowKind::Q8) {
     RowBlock* blocks = reinterpret_cast<RowBlock*>(dst);
-    for (int64_t i = 0; i < k; i += kBlockK) quantise_block(x + i, k - i < kBlockK ? k - i : kBlockK, blocks[i / kBlockK]);
+    for (int64_t i = 0; i < k; i += kBlockK) quantise_block(x + i, blocks[i / kBlockK]);
     return;
   }
   const int64_t num_bytes = row_bytes_of(kind, k);

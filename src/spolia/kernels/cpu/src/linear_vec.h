@@ -67,6 +67,21 @@ SPOLIA_INLINE F dot_bf16(F acc, const uint8_t* w, const uint8_t* a) {
   return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32(two));
 }
 
+// 32 values to the nearest of 255 steps, ties to even; returns the largest magnitude, NaN if a value is not finite.
+SPOLIA_INLINE float quantise_32(const float* x, int8_t* q, int32_t (&sums)[2]) {
+  const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
+  constexpr int kNanOrInfinite = 0x99;
+  if (_mm512_fpclass_ps_mask(a, kNanOrInfinite) | _mm512_fpclass_ps_mask(b, kNanOrInfinite)) return std::nanf("");
+  const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+  const __m512 inverse = _mm512_set1_ps(largest > 0 ? 127.0f / largest : 0.0f);
+  const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtepi32_epi8(qa));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16), _mm512_cvtepi32_epi8(qb));
+  sums[0] = _mm512_reduce_add_epi32(qa);
+  sums[1] = _mm512_reduce_add_epi32(qb);
+  return largest;
+}
+
 #elif defined(SPOLIA_LEVEL_avx2)
 
 struct F { __m256 lo, hi; };
@@ -147,6 +162,36 @@ SPOLIA_INLINE F dot_bf16(F acc, const uint8_t* p, const uint8_t* a) {
   const __m256 even = even_bf16(_mm256_set1_epi32(two)), odd = odd_bf16(_mm256_set1_epi32(two));
   return {_mm256_fmadd_ps(odd_bf16(w.lo), odd, _mm256_fmadd_ps(even_bf16(w.lo), even, acc.lo)),
           _mm256_fmadd_ps(odd_bf16(w.hi), odd, _mm256_fmadd_ps(even_bf16(w.hi), even, acc.hi))};
+}
+
+SPOLIA_INLINE __m256 magnitudes(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+SPOLIA_INLINE int32_t sum_lanes(__m256i x) {
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+// 32 values to the nearest of 255 steps, ties to even; returns the largest magnitude, NaN if a value is not finite.
+SPOLIA_INLINE float quantise_32(const float* x, int8_t* q, int32_t (&sums)[2]) {
+  __m256 v[4], largest_of = _mm256_setzero_ps(), finite = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
+  for (int i = 0; i < 4; ++i) {
+    v[i] = _mm256_loadu_ps(x + 8 * i);
+    largest_of = _mm256_max_ps(largest_of, magnitudes(v[i]));
+    finite = _mm256_and_ps(finite, _mm256_cmp_ps(magnitudes(v[i]), _mm256_set1_ps(3.4028235e38f), _CMP_LE_OQ));
+  }
+  if (_mm256_movemask_ps(finite) != 0xff) return std::nanf("");
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(largest_of), _mm256_extractf128_ps(largest_of, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  const float largest = _mm_cvtss_f32(_mm_max_ss(m, _mm_shuffle_ps(m, m, 1)));
+  const __m256 inverse = _mm256_set1_ps(largest > 0 ? 127.0f / largest : 0.0f);
+  __m256i n[4];
+  for (int i = 0; i < 4; ++i) n[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
+  sums[0] = sum_lanes(_mm256_add_epi32(n[0], n[1]));
+  sums[1] = sum_lanes(_mm256_add_epi32(n[2], n[3]));
+  // Packing works within 128-bit halves; the permutation restores the order.
+  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]), _mm256_packs_epi32(n[2], n[3]));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), _mm256_permutevar8x32_epi32(bytes, order));
+  return largest;
 }
 
 #else  // generic: vectors of the compiler's, on any CPU; SSE2, which every x86-64 has, where plain code would be slow
@@ -276,6 +321,29 @@ SPOLIA_INLINE F dot_bf16(F acc, const uint8_t* p, const uint8_t* a) {
   const Ints x = Ints{} + two;
   const Ints even = w << 16, odd = w & int32_t(0xffff0000), x_even = x << 16, x_odd = x & int32_t(0xffff0000);
   return acc + (F)even * (F)x_even + (F)odd * (F)x_odd;
+}
+
+// 32 values to the nearest of 255 steps, ties to even; returns the largest magnitude, NaN if a value is not finite.
+SPOLIA_INLINE float quantise_32(const float* x, int8_t* q, int32_t (&sums)[2]) {
+  float largest = 0, poison = 0;
+  for (int i = 0; i < 32; ++i) {
+    const float magnitude = std::fabs(x[i]);
+    largest = magnitude > largest ? magnitude : largest;
+    poison += x[i] * 0.0f;  // NaN where a value is not finite: it must not vanish in the comparison
+  }
+  const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  for (int h = 0; h < 2; ++h) {
+    sums[h] = 0;
+    for (int i = 16 * h; i < 16 * h + 16; ++i) {
+      const float shifted = x[i] * inverse + kRound;
+      int32_t bits;
+      std::memcpy(&bits, &shifted, 4);
+      q[i] = int8_t(bits - 0x4b400000);
+      sums[h] += q[i];
+    }
+  }
+  return largest + poison;
 }
 
 #endif
