@@ -144,8 +144,8 @@ class World:
             served = True
             for group, spec in enumerate(self.cache.groups):
                 start = 0 if spec.window is None else max(0, length - spec.window + 1)
-                ids = tree.path_blocks(nodes, group, start // BLOCK, -(-length // BLOCK))
-                served = served and (ids >= 0).all()
+                table = tree.path_table(nodes, group, 0, length)
+                served = served and (table[start // BLOCK :] >= 0).all()
             if served:
                 return length
         return 0

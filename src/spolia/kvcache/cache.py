@@ -15,8 +15,9 @@ from .events import EventBatch, EventLog, Stored
 from .eviction import Evictor
 from .explain import Eviction, Explanation, MissReason, PrefixHit
 from .int_buffer import Ids, IntBuffer
+from .invariants import check_invariants
 from .lease import BlockCopy, Lease
-from .radix_tree import TOKEN_BYTES, Cursor, RadixNode, RadixTree
+from .radix_tree import Cursor, RadixNode, RadixTree
 from .retention import Lru, Retention, RetentionPolicy
 from .stats import CacheStats
 
@@ -116,16 +117,11 @@ class KVCache:
         node = path[-1] if path else root
         cursor = Cursor(node, hit.num_tokens)
         node.cursors.append(cursor)
-        stop = self._tree.num_blocks(hit.num_tokens)
         tables, first_blocks = [], []
         for group, pool in enumerate(self._pools):
-            first = min(stop, self._tree.first_needed_block(group, hit.num_tokens))
-            table = IntBuffer(self._tree.path_blocks(path, group, first, stop))
-            pool.hold(table.view)
-            if first > 0:
-                held = table.view
-                table = IntBuffer(np.full(stop, -1, np.int32))
-                table.view[first:] = held
+            first = self._tree.first_needed_block(group, hit.num_tokens)
+            table = IntBuffer(self._tree.path_table(path, group, first, hit.num_tokens))
+            pool.hold(table.view[first:])
             tables.append(table)
             first_blocks.append(first)
         lease = Lease(self, hit, cursor, tables, first_blocks)
@@ -149,12 +145,7 @@ class KVCache:
         if num_tokens <= lease.num_reserved_tokens:
             return []
         num_new = self._tree.num_blocks(num_tokens) - self._tree.num_blocks(lease.num_reserved_tokens)
-        room = all(num_new <= pool.num_free + pool.num_cached for pool in self._pools) and (
-            self._evictor.make_room(self._num_to_take(lease, num_new))
-            # What is left may be tied up in a second copy of this lease's last block.
-            or (self._claim_tail(lease) and self._evictor.make_room(self._num_to_take(lease, num_new)))
-        )
-        if not room:
+        if not self._make_room(lease, num_new):
             self.stats.num_refused_grows += 1
             return None
         copies: list[BlockCopy] = []
@@ -297,6 +288,10 @@ class KVCache:
         )
         return Snapshot(stored, number)
 
+    def check(self) -> None:
+        """Assert every invariant by recounting everything. O(size of the cache): for tests and `--check`."""
+        check_invariants(self._tree, self._retention, self._evictor, self._leases)
+
     # -- Parts ---------------------------------------------------------------------------------------------------------
 
     def _look_up(self, namespace: bytes, ids: Ids) -> tuple[list[RadixNode], PrefixHit]:
@@ -328,6 +323,14 @@ class KVCache:
         lease.require_open()
         if lease not in self._leases:
             raise LeaseError("this lease belongs to another cache")
+
+    def _make_room(self, lease: Lease, num_new: int) -> bool:
+        """Evict until the lease can take `num_new` blocks in each group, and what it needs to copy to."""
+        if any(num_new > pool.num_free + pool.num_cached for pool in self._pools):
+            return False  # hopeless: evict nothing in vain
+        if self._evictor.make_room(self._num_to_take(lease, num_new)):
+            return True
+        return self._claim_tail(lease) and self._evictor.make_room(self._num_to_take(lease, num_new))
 
     def _num_to_take(self, lease: Lease, num_new: int) -> list[int]:
         """Blocks to take per group: the new ones, and one to copy the shared last block to, where it must be copied.
@@ -389,67 +392,6 @@ class KVCache:
 
     def _store_again(self, node: RadixNode) -> None:
         self._events.stored(node.namespace, node.branch, _parent_branch(node), node.start, node.token_ids)
-
-    # -- Invariants ----------------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Assert every invariant by recounting everything. O(size of the cache): for tests and `--check`."""
-        nodes = self._check_tree()
-        for group, pool in enumerate(self._pools):
-            leases = np.zeros(pool.num_blocks, np.int32)
-            for lease in self._leases:
-                table = lease.tables[group].view
-                first = lease.first_blocks[group]
-                assert (table[:first] == -1).all()
-                assert (table[first:] >= 0).all()
-                np.add.at(leases, table[first:], 1)
-            for lease in self._leases:
-                for other, ids in lease.borrowed:
-                    if other == group:
-                        np.add.at(leases, ids, 1)
-            kept = np.zeros(pool.num_blocks, np.int32)
-            for node in nodes:
-                blocks = node.blocks[group].view
-                np.add.at(kept, blocks[blocks >= 0], 1)
-            pool.check(leases, kept)
-        for lease in self._leases:
-            assert lease.cursor in lease.cursor.node.cursors
-            assert lease.num_computed_tokens <= lease.num_reserved_tokens
-            assert len({table.size for table in lease.tables}) == 1, "groups reserve alike"
-        for node in nodes:
-            if not node.children and self._evictor.evictable_end(node) < node.end:
-                assert node in self._retention.leaves, "an evictable leaf is not queued"
-
-    def _check_tree(self) -> list[RadixNode]:
-        nodes = list(self._tree.nodes())
-        num_cursors = sum(len(root.cursors) for root in self._tree.roots.values())
-        for root in self._tree.roots.values():
-            assert root.end == 0
-            assert all(cursor.position == 0 for cursor in root.cursors)
-            assert root.children or root.cursors or root.scars
-        for node in nodes:
-            assert node.parent is not None
-            assert node.start == node.parent.end < node.end
-            assert len(node.edge) == TOKEN_BYTES * (node.end - node.start)
-            assert node.parent.children[node.token_ids.item(0)] is node
-            num_touched = self._tree.num_blocks(node.end) - node.start // self.block_size
-            for blocks, window in zip(node.blocks, self._tree.windows, strict=True):
-                assert blocks.size == num_touched
-                assert window is not None or (blocks.view >= 0).all(), "a full group has no tombstones"
-            if len(node.children) == 1 and node.end % self.block_size:
-                (child,) = node.children.values()
-                for ours, theirs, window in zip(node.blocks, child.blocks, self._tree.windows, strict=True):
-                    assert window is not None or ours.view[-1] == theirs.view[0], "one block, two copies"
-            for cursor in node.cursors:
-                assert cursor.node is node
-                assert node.start < cursor.position <= node.end
-            for position, _ in node.scars:
-                assert node.start < position <= node.end
-            num_cursors += len(node.cursors)
-            holds_nothing = all((blocks.view < 0).all() for blocks in node.blocks)
-            assert node.children or node.cursors or not holds_nothing, "a bare leaf"
-        assert num_cursors == len(self._leases)
-        return nodes
 
 
 def _as_ids(token_ids: ArrayLike) -> Ids:

@@ -20,8 +20,6 @@ class MissReason(StrEnum):
     """Cached sequences go on from there, but with other tokens."""
     EVICTED = "evicted"
     """This continuation was cached and had to make room."""
-    EXPIRED = "expired"
-    """This continuation was cached and its time ran out."""
     CLEARED = "cleared"
     """This continuation was cached and somebody cleared it."""
     OUTSIDE_WINDOW = "outside_window"
@@ -34,7 +32,7 @@ class Eviction(NamedTuple):
     """What the tree remembers at the place where it cut something off."""
 
     time: float
-    reason: MissReason  # EVICTED, EXPIRED or CLEARED
+    reason: MissReason  # EVICTED or CLEARED
     cause: str  # the policy or call that did it
 
 
@@ -47,7 +45,7 @@ class Explanation:
         divergence: position of the first token that was not reused although it might have been; None if FULL.
         num_matched_tokens: tokens that the tree knows; more than were reused if OUTSIDE_WINDOW.
         continuation: the first tokens that the cache has at `divergence` instead (of one sequence), if DIVERGED.
-        evicted: when and by what, if EVICTED, EXPIRED or CLEARED.
+        evicted: when and by what, if EVICTED or CLEARED.
     """
 
     reason: MissReason

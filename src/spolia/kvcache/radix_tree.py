@@ -181,16 +181,19 @@ class RadixTree:
             # What ends in an upper node is decided with its own blocks: look again without this one.
             length = max(served, path[-1].start)
 
-    def path_blocks(self, path: Sequence[RadixNode], group: int, first: int, stop: int) -> Ids:
-        """Block ids of the path for block indices [first, stop)."""
+    def path_table(self, path: Sequence[RadixNode], group: int, first: int, length: int) -> Ids:
+        """The path's block table for its first `length` tokens, from block index `first` on; -1 before."""
         ids = np.empty(self.num_blocks(path[-1].end) if path else 0, np.int32)
         for node in path:
-            if self.num_blocks(node.end) > first:
-                ids[node.start // self.block_size : self.num_blocks(node.end)] = node.blocks[group].view
-        return ids[first:stop]
+            if node.end > first * self.block_size:
+                blocks = node.blocks[group]
+                offset = node.start // self.block_size
+                ids[offset : offset + blocks.size] = blocks.view
+        ids[:first] = -1
+        return ids[: self.num_blocks(length)]
 
     def first_needed_block(self, group: int, length: int) -> int:
-        """Index of the first block that a token at position `length` reads in this group, or writes."""
+        """Index of the first block of a prefix of `length` tokens that its next token looks at in this group."""
         window = self.windows[group]
         return 0 if window is None else max(0, length - window + 1) // self.block_size
 
@@ -200,11 +203,11 @@ class RadixTree:
 
     def _served_by_window(self, path: Sequence[RadixNode], group: int, window: int, length: int) -> int:
         """The longest prefix within `length` whose window of blocks is present in this group."""
-        stop = self.num_blocks(length)
-        if (self.path_blocks(path, group, self.first_needed_block(group, length), stop) >= 0).all():
+        first = self.first_needed_block(group, length)
+        if (self.path_table(path, group, first, length)[first:] >= 0).all():
             return length
         # A shorter prefix needs earlier blocks, so only prefixes that end just before a gap can do better.
-        gaps = np.flatnonzero(self.path_blocks(path, group, 0, stop) < 0)
+        gaps = np.flatnonzero(self.path_table(path, group, 0, length) < 0)
         ends = gaps * self.block_size
         needs = np.maximum(0, ends - window + 1) // self.block_size
         previous_gaps = np.concatenate(([-1], gaps[:-1]))
