@@ -90,7 +90,7 @@ PROGRAMS: dict[str, Callable[[str], Program]] = {"llama": llama, "gemma": gemma,
 
 
 @dataclass
-class Sequence_:
+class OpenSequence:
     """A growing sequence with blocks of its own in every group."""
 
     tokens: NDArray[np.int32]
@@ -111,12 +111,12 @@ class Session:
         rng = np.random.default_rng(seed)
         self.free = [list(rng.permutation(num_blocks)) for _ in self.groups]
 
-    def open(self, tokens: Sequence[int]) -> Sequence_:
+    def open(self, tokens: Sequence[int]) -> OpenSequence:
         count = -(-len(tokens) // BLOCK_SIZE)
         blocks = [np.array([free.pop() for _ in range(count)], np.int32) for free in self.free]
-        return Sequence_(np.asarray(tokens, np.int32), blocks)
+        return OpenSequence(np.asarray(tokens, np.int32), blocks)
 
-    def step(self, parts: Sequence[tuple[Sequence_, int]], *, all_logits: bool = True) -> NDArray[np.float32]:
+    def step(self, parts: Sequence[tuple[OpenSequence, int]], *, all_logits: bool = True) -> NDArray[np.float32]:
         """Compute the next `count` tokens of each (sequence, count); logits of all rows, or of each part's last."""
         inputs = self.inputs(parts, all_logits=all_logits)
         logits = np.full((len(inputs.logit_rows), self.executable.vocab_size), np.nan, np.float32)
@@ -125,10 +125,10 @@ class Session:
             sequence.num_computed += count
         return logits
 
-    def inputs(self, parts: Sequence[tuple[Sequence_, int]], *, all_logits: bool = True) -> StepInputs:
+    def inputs(self, parts: Sequence[tuple[OpenSequence, int]], *, all_logits: bool = True) -> StepInputs:
         positions = [np.arange(s.num_computed, s.num_computed + n, dtype=np.int32) for s, n in parts]
         row_starts = np.cumsum([0, *(n for _, n in parts)], dtype=np.int32)
-        width = max(len(s.blocks[0]) for s, _ in parts)
+        width = max(-(-len(s.tokens) // BLOCK_SIZE) for s, _ in parts)
         tables = []
         for g, group in enumerate(self.groups):
             table = np.full((len(parts), width), -1, np.int32)

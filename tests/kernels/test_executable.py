@@ -42,7 +42,7 @@ def test_logits_are_the_references(level: str, name: str, weight_type: str) -> N
     reference = Session(ReferenceExecutable(program, kv_dtype="f32", activation_bits=8), program)
     expected = cold(reference, random_tokens(NUM_TOKENS))
     got = cold(cpu(name, weight_type, level=level, kv_dtype="f32"), random_tokens(NUM_TOKENS))
-    # Rounding activations to 8 (or, for BF16 and F16, to bfloat16) turns a last-bit difference into a step here and there.
+    # Rounding activations to 8 bits (or bfloat16) turns a last-bit difference into a whole step here and there.
     tolerance = 1e-5 if weight_type == "F32" else 0.02
     assert np.abs(got - expected).max() < tolerance * np.abs(expected).max()
     assert np.abs(got - expected).mean() < tolerance / 10 * np.abs(expected).max()
@@ -64,7 +64,9 @@ def test_narrow_kv_rounds_and_no_more(level: str, kv_dtype: KvDtype, name: str) 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("weight_type", ["Q4_1", "BF16"])
-def test_a_prompt_split_anywhere_gives_the_same_bits(level: str, kv_dtype: KvDtype, name: str, weight_type: str) -> None:
+def test_a_prompt_split_anywhere_gives_the_same_bits(
+    level: str, kv_dtype: KvDtype, name: str, weight_type: str
+) -> None:
     tokens = random_tokens(NUM_TOKENS)
     session = cpu(name, weight_type, level=level, kv_dtype=kv_dtype)
     expected = cold(session, tokens)
@@ -91,7 +93,8 @@ def test_a_row_among_strangers_has_the_bits_it_has_alone(level: str, name: str) 
         session.executable.set_num_threads(int(rng.integers(1, 4)))
         chosen = rng.permutation(open_ids)[: rng.integers(1, len(open_ids) + 1)]
         counts = [
-            int(rng.choice([1, rng.integers(1, len(sequences[i].tokens) - sequences[i].num_computed + 1)])) for i in chosen
+            int(rng.choice([1, rng.integers(1, len(sequences[i].tokens) - sequences[i].num_computed + 1)]))
+            for i in chosen
         ]
         logits = session.step([(sequences[i], count) for i, count in zip(chosen, counts, strict=True)])
         for i, part in zip(chosen, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
@@ -195,7 +198,9 @@ def test_the_callers_float_mode_changes_nothing() -> None:
 )
 def test_inputs_out_of_range_are_refused_by_name(field: str, value: list[int], message: str) -> None:
     session = cpu("llama")
-    inputs = replace(session.inputs([(session.open(random_tokens(NUM_TOKENS)), 3)]), **{field: np.array(value, np.int32)})
+    inputs = replace(
+        session.inputs([(session.open(random_tokens(NUM_TOKENS)), 3)]), **{field: np.array(value, np.int32)}
+    )
     pools = [pool.copy() for pool in session.pools]
     with pytest.raises(ValueError, match=message):
         session.executable.run(inputs, np.empty((len(inputs.logit_rows), VOCAB_SIZE), np.float32))
@@ -247,10 +252,10 @@ def test_running_before_pools_are_bound_is_refused() -> None:
 
 
 def test_a_level_that_the_cpu_lacks_is_refused_with_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="level riscv: this CPU has .*generic"):
+    with pytest.raises(ValueError, match=r"level riscv: this CPU has .*generic"):
         cpu("llama", level="riscv")
     monkeypatch.setenv("SPOLIA_ISA", "mips")
-    with pytest.raises(ValueError, match="SPOLIA_ISA=mips: this CPU has .*generic"):
+    with pytest.raises(ValueError, match=r"SPOLIA_ISA=mips: this CPU has .*generic"):
         cpu("llama")
 
 

@@ -196,9 +196,9 @@ class _Lowering:
         self.kv_dtype: KvDtype = kv_dtype
         self.row_format = row_format
         self.points: list[int] = []  # by op: when its result is there
-        self.sums: dict[int, Add] = {}  # by product: the sum that is its epilogue
-        self.pairs: dict[int, tuple[Linear, Linear]] = {}  # by Glu: the products of gate and up, multiplied with it
-        self.paired: set[int] = set()  # those products
+        self.epilogues: dict[int, Linear] = {}  # by sum: the product whose epilogue it is
+        self.pairs: dict[int, tuple[Linear, Linear]] = {}  # by Glu: the products of gate and up that it goes with
+        self.absorbed: set[int] = set()  # products that are computed with such a sum or Glu
         self.first_logits_stage = 0
         self.stages: list[Stage] = []
         self.places: dict[Hashable, _Place] = {}  # by value id, or by what else is kept in a buffer
@@ -235,8 +235,10 @@ class _Lowering:
             rows = max((ready[value.id] for value in inputs(op)), default=0)
             rows += rows % 2  # the first row part that can read them
             match op:
-                case Linear() | Logits():
+                case Linear():
                     point = rows + 1
+                case Logits():
+                    point = max(rows, 2 * self.first_logits_stage) + 1
                 case Attend():
                     point = rows + 2  # store, attend, merge
                     self.first_logits_stage = max(self.first_logits_stage, point // 2)
@@ -245,7 +247,8 @@ class _Lowering:
                     for product, other in ((a, b), (b, a)):
                         only_here = product.id in products and num_reads[product.id] == 1
                         if only_here and ready[other.id] < ready[product.id]:
-                            self.sums[product.id] = op
+                            self.epilogues[op.out.id] = products[product.id]
+                            self.absorbed.add(product.id)
                             point = ready[product.id]
                             break
                 case Glu(out=out, gate=gate, up=up):
@@ -254,7 +257,7 @@ class _Lowering:
                     only_here = num_reads[gate.id] == num_reads[up.id] == 1
                     if len(pair) == 2 and only_here and self._same_rows(*pair):
                         self.pairs[out.id] = (pair[0], pair[1])
-                        self.paired |= {gate.id, up.id}
+                        self.absorbed |= {gate.id, up.id}
                         point = ready[up.id]
                 case _:
                     point = rows
@@ -285,44 +288,27 @@ class _Lowering:
                 turn = RowOp(kind="rope", group=head_dim, half=len(rope.inv_freq), b=self._rope_table(rope, stage))
                 self._row_op(stage, turn, out, x)
             case Glu(out=out, act=act) if out.id in self.pairs:
-                gate_op, up_op = self.pairs[out.id]
-                matmul = Matmul(
-                    matrix=self._matrix(up_op.weight),
-                    rows=self._prepare(up_op.x, up_op.weight, stage),
-                    out=self._write(out.id, _float_bytes(out.width), stage),
-                    bias=self._vector(up_op.bias),
-                    gate=self._matrix(gate_op.weight),
-                    gate_bias=self._vector(gate_op.bias),
-                    act=act,
-                )
-                self.stages[stage].matmuls.append(matmul)
+                gate_product, product = self.pairs[out.id]
+                gate_matrix, gate_bias = self._matrix(gate_product.weight), self._vector(gate_product.bias)
+                self._matmul(stage, product, out, gate=gate_matrix, gate_bias=gate_bias, act=act)
             case Glu(out=out, gate=gate, up=up, act=act):
                 self._row_op(stage, RowOp(kind="glu", act=act), out, gate, up)
             case Activation(out=out, x=x, act=act):
                 self._row_op(stage, RowOp(kind="activation", act=act), out, x)
             case Scale(out=out, x=x, factor=factor):
                 self._row_op(stage, RowOp(kind="scale", factor=factor), out, x)
+            case Add(out=out, a=a, b=b) if out.id in self.epilogues:
+                product = self.epilogues[out.id]
+                other = b if a.id == product.out.id else a
+                self._matmul(stage, product, out, residual=self._read(other.id, stage))
             case Add(out=out, a=a, b=b):
-                if op not in self.sums.values():
-                    self._row_op(stage, RowOp(kind="add"), out, a, b)
+                self._row_op(stage, RowOp(kind="add"), out, a, b)
             case Attend():
                 self._attend(op, stage - 1, stage)
-            case Linear(out=out) if out.id in self.paired:
+            case Linear(out=out) if out.id in self.absorbed:
                 pass
-            case Linear(out=out, x=x, weight=weight, bias=bias):
-                rows, residual = self._prepare(x, weight, stage), -1
-                if out.id in self.sums:
-                    total = self.sums[out.id]
-                    residual = self._read((total.b if total.a.id == out.id else total.a).id, stage)
-                    out = total.out
-                matmul = Matmul(
-                    matrix=self._matrix(weight),
-                    rows=rows,
-                    out=self._write(out.id, _float_bytes(out.width), stage),
-                    bias=self._vector(bias),
-                    residual=residual,
-                )
-                self.stages[stage].matmuls.append(matmul)
+            case Linear(out=out):
+                self._matmul(stage, op, out)
             case Logits(x=x, weight=weight, bias=bias, scale=scale, softcap=softcap):
                 matmul = Matmul(
                     matrix=self._matrix(weight),
@@ -333,6 +319,31 @@ class _Lowering:
                     softcap=softcap or 0.0,
                 )
                 self.stages[stage].matmuls.append(matmul)
+
+    def _matmul(
+        self,
+        stage: int,
+        product: Linear,
+        out: Value,
+        *,
+        residual: int = -1,
+        gate: int = -1,
+        gate_bias: int = -1,
+        act: str = "silu",
+    ) -> None:
+        """Append `product`, and what follows on its result, to the stage's heavy part; the end result is `out`."""
+        self.stages[stage].matmuls.append(
+            Matmul(
+                matrix=self._matrix(product.weight),
+                rows=self._prepare(product.x, product.weight, stage),
+                out=self._write(out.id, _float_bytes(out.width), stage),
+                bias=self._vector(product.bias),
+                residual=residual,
+                gate=gate,
+                gate_bias=gate_bias,
+                act=act,
+            )
+        )
 
     def _row_op(self, stage: int, op: RowOp, out: Value, a: Value | None = None, b: Value | None = None) -> None:
         """Append `op`, its operands filled in, to the stage's row part."""

@@ -21,7 +21,8 @@ constexpr int64_t kGateStride = kGateTiles * kTile + 16;  // floats; no power of
 size_t align(size_t bytes, size_t to = 64) { return (bytes + to - 1) / to * to; }
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-bool same_shape(const AttendLayer& a, const AttendLayer& b) {
+// Whether they can share a plan of work items.
+bool alike(const AttendLayer& a, const AttendLayer& b) {
   return a.group == b.group && a.shape.kv_type == b.shape.kv_type && a.shape.num_heads == b.shape.num_heads &&
          a.shape.num_kv_heads == b.shape.num_kv_heads && a.shape.head_dim == b.shape.head_dim &&
          a.shape.window == b.shape.window;
@@ -39,6 +40,7 @@ void check_range(const char* name, int64_t index, int64_t value, int64_t limit) 
 Executable::Executable(Plan plan, const Kernels& kernels, int64_t vocab_size, int num_threads)
     : plan_(std::move(plan)), kernels_(kernels), vocab_size_(vocab_size), threads_(std::make_unique<Threads>(num_threads)) {
   layer_offsets_.resize(plan_.layers.size());
+  attend_slots_.resize(plan_.layers.size());
   for (const std::vector<int>& group : plan_.groups) {
     size_t offset = 0;
     for (int layer : group) {
@@ -50,6 +52,7 @@ Executable::Executable(Plan plan, const Kernels& kernels, int64_t vocab_size, in
   for (const Stage& stage : plan_.stages) {
     first_counter_.push_back(num_counters_);
     num_counters_ += 2 + int(stage.attends.size());
+    for (size_t i = 0; i < stage.attends.size(); ++i) attend_slots_[stage.attends[i]] = i;
   }
   counters_ = std::make_unique<Counter[]>(num_counters_ + 1);
   views_.resize(plan_.buffers.size());
@@ -193,13 +196,13 @@ void Executable::place_buffers(const Step& step) {
                         floats(layer.v, 0), stride(layer.v), floats(layer.out, 0), stride(layer.out)};
   }
 
-  // Layers of one shape and group share their plan of work items and, one after the other, the scratch behind it.
-  // A layer's `source` is the first one like it.
+  // Layers of one shape and group share their plan of work items and, stage after stage, the scratch behind it: a layer
+  // takes those of its `source`, the first one like it.
   std::vector<size_t> source(plan_.layers.size()), offsets(plan_.layers.size());
   size_t shared_bytes = 0;
   for (size_t i = 0; i < plan_.layers.size(); ++i) {
     source[i] = 0;
-    while (!same_shape(plan_.layers[source[i]], plan_.layers[i])) ++source[i];
+    while (!alike(plan_.layers[source[i]], plan_.layers[i]) || attend_slots_[source[i]] != attend_slots_[i]) ++source[i];
     if (source[i] != i) continue;
     offsets[i] = shared_bytes;
     shared_bytes += align(kernels_.attend.shared_scratch_bytes(plan_.layers[i].shape, attend_steps_[i]));

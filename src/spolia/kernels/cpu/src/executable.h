@@ -105,6 +105,7 @@ class Executable {
   Memory packed_memory_;
   std::vector<Packed> packed_;          // by matrix
   std::vector<size_t> layer_offsets_;   // by attend layer: its first byte in a block
+  std::vector<size_t> attend_slots_;    // by attend layer: which of its stage's it is
   std::vector<size_t> block_bytes_;     // by group
   std::vector<Pool> pools_;
   std::vector<int> first_counter_;      // by stage
