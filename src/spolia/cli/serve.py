@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from spolia.cli.flags import EngineFlags
 from spolia.cli.models import fetch
 from spolia.engine import AsyncEngine
 from spolia.errors import InvalidRequest, SpoliaError
+from spolia.server import ServerConfig, listen
 
 __all__ = ["run"]
 
@@ -31,11 +33,6 @@ def run(
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     config = engine.config()
-    # Loading begins before the web framework is imported: each takes about half a second of start-up.
-    loading = _in_background(lambda: _load(source, config))
-
-    from spolia.server import ServerConfig, listen, serve
-
     given: dict[str, Any] = {"host": host, "port": port, "max_waiting": max_waiting}
     try:
         settings = ServerConfig(**{key: value for key, value in given.items() if value is not None})
@@ -51,7 +48,16 @@ def run(
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     logging.getLogger("spolia.server").info("listening model=%s url=http://%s:%d/v1", served_name, shown, port)
+    # Loading begins before the web framework is imported: each takes about half a second of start-up.
+    loading = _in_background(lambda: _load(source, config))
+
+    from spolia.server import serve
+
     serve({served_name: loading}, settings, listener)
+    if not loading.done():
+        # Asked to end while the model loads: a thread in native code must not come back to a dying interpreter.
+        logging.shutdown()
+        os._exit(0)
 
 
 def _load(source: str, config: Any) -> AsyncEngine:

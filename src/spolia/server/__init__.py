@@ -4,12 +4,30 @@
 
 The event loop never touches the pools. One wake-up a step hands it what all streams have got; each stream then costs
 one encoded struct and one write. A client that goes away aborts its request at once.
+
+`create_app` and `serve` are imported when they are first used: the web framework takes longer to import than a small
+model to load, and both can happen at the same time.
 """
 
 from __future__ import annotations
 
-from spolia.server.app import create_app
+from typing import TYPE_CHECKING, Any
+
 from spolia.server.config import ServerConfig
-from spolia.server.serving import listen, serve
+from spolia.server.listener import listen
+
+if TYPE_CHECKING:
+    from spolia.server.app import create_app
+    from spolia.server.serving import serve
 
 __all__ = ["ServerConfig", "create_app", "listen", "serve"]
+
+_HOMES = {"create_app": "app", "serve": "serving"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'spolia.server' has no attribute {name!r}; it has {', '.join(__all__)}")
+    from importlib import import_module
+
+    return getattr(import_module(f"spolia.server.{_HOMES[name]}"), name)

@@ -43,6 +43,7 @@ class Answer:
         self._engine = served.engine
         self._num_choices = num_choices
         self._streams: list[TokenStream] = []
+        self._last_token_s: dict[int, float] = {}
 
     @classmethod
     def submit(
@@ -101,7 +102,8 @@ class Answer:
         """
         try:
             if len(self._streams) == 1:  # no queue between the engine and the only reader
-                async for delta in self._observed(0):
+                async for delta in self._streams[0]:
+                    self._note(0, delta)
                     yield 0, delta
             else:
                 async for pair in self._merged():
@@ -155,28 +157,28 @@ class Answer:
                 explained["evicted_by"] = why.evicted.cause
         return explained
 
-    async def _observed(self, choice: int) -> AsyncIterator[Delta]:
-        """One stream, measured and logged on its way."""
+    def _note(self, choice: int, delta: Delta) -> None:
+        """Measure a delta on its way to the client; log the last one."""
         metrics = self._served.metrics
-        previous_s: float | None = None
-        async for delta in self._streams[choice]:
-            now_s = time.perf_counter()
-            if previous_s is not None and delta.token_ids:
+        now_s = time.perf_counter()
+        if delta.token_ids:
+            previous_s = self._last_token_s.get(choice)
+            if previous_s is not None:
                 metrics.observe_gap(now_s - previous_s, len(delta.token_ids))
-            previous_s = now_s
-            if delta.output is not None:
-                self.outputs[choice] = delta.output
-                self._served.streams.discard(self._streams[choice])
-                metrics.observe(delta.output)
-                _log(self.model, delta.output)
-            yield delta
+            self._last_token_s[choice] = now_s
+        if delta.output is not None:
+            self.outputs[choice] = delta.output
+            self._served.streams.discard(self._streams[choice])
+            metrics.observe(delta.output)
+            _log(self.model, delta.output)
 
     async def _merged(self) -> AsyncIterator[tuple[int, Delta]]:
         arrived: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
 
         async def pump(choice: int) -> None:
             try:
-                async for delta in self._observed(choice):
+                async for delta in self._streams[choice]:
+                    self._note(choice, delta)
                     arrived.put_nowait((choice, delta))
                 arrived.put_nowait(None)
             except Exception as error:

@@ -6,10 +6,12 @@ snapshot a model, so that gauges of one scrape agree (free + cached + leased is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from spolia.engine import EngineStats, RequestOutput
@@ -26,7 +28,7 @@ class ModelMetrics:
     """One model's instruments, their labels bound once so that a token costs one observation."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
-        self._inter_token_s = metrics.inter_token_s.labels(model)
+        self._inter_token_s = metrics.inter_token_s.of_model(model)
         self._ttft_s = metrics.ttft_s.labels(model)
         self._request_s = metrics.request_s.labels(model)
         self._queue_s = metrics.queue_s.labels(model)
@@ -38,8 +40,7 @@ class ModelMetrics:
 
     def observe_gap(self, seconds: float, num_tokens: int) -> None:
         """`num_tokens` arrived together, `seconds` after the ones before: each waited its share."""
-        for _ in range(num_tokens):
-            self._inter_token_s.observe(seconds / num_tokens)
+        self._inter_token_s.observe(seconds / num_tokens, num_tokens)
 
     def observe(self, output: RequestOutput) -> None:
         """A request has ended."""
@@ -54,6 +55,39 @@ class ModelMetrics:
         self._finished.labels(self._model, output.finish_reason).inc()
         if output.explanation is not None:
             self._reuse_ended.labels(self._model, output.explanation.reason.value).inc()
+
+
+class _Buckets:
+    """A histogram's counts. Prometheus' own takes a lock for each value, which would be the dearest part of a token."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float, times: int) -> None:
+        self.counts[bisect_left(self.bounds, seconds)] += times
+        self.sum_s += seconds * times
+
+
+class _InterTokenHistogram(Collector):
+    """`spolia_inter_token_seconds`, filled and read on the event loop only."""
+
+    def __init__(self) -> None:
+        self._by_model: dict[str, _Buckets] = {}
+
+    def of_model(self, model: str) -> _Buckets:
+        return self._by_model.setdefault(model, _Buckets(_INTER_TOKEN_S))
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(
+            "spolia_inter_token_seconds", "Between a token and the one before.", labels=["model"]
+        )
+        for model, buckets in self._by_model.items():
+            bounds = [*map(str, buckets.bounds), "+Inf"]
+            cumulated = list(zip(bounds, accumulate(buckets.counts), strict=True))
+            family.add_metric([model], cumulated, buckets.sum_s)
+        return [family]
 
 
 class _EngineCollector(Collector):
@@ -102,10 +136,8 @@ class Metrics:
             "spolia_time_to_first_token_seconds", "From submission to the first token.", by_model,
             registry=registry, buckets=_TTFT_S,
         )  # fmt: skip
-        self.inter_token_s = Histogram(
-            "spolia_inter_token_seconds", "Between a token and the one before.", by_model,
-            registry=registry, buckets=_INTER_TOKEN_S,
-        )  # fmt: skip
+        self.inter_token_s = _InterTokenHistogram()
+        registry.register(self.inter_token_s)
         self.request_s = Histogram(
             "spolia_request_seconds", "From submission to the end.", by_model, registry=registry, buckets=_REQUEST_S
         )

@@ -20,23 +20,13 @@ from spolia.server.app import create_app
 from spolia.server.config import ServerConfig
 from spolia.server.served import ServedModels
 
-__all__ = ["listen", "serve"]
+__all__ = ["serve"]
 
 logger = logging.getLogger("spolia.server")
 
 # Two threads share the interpreter: the engine's, which the cores wait for, and the event loop. At Python's default of
 # 5 ms, whichever holds the lock could keep the other waiting for a whole step.
 _SWITCH_INTERVAL_S = 0.0005
-
-
-def listen(config: ServerConfig) -> socket.socket:
-    """A socket that listens, so that a port in use is known before a model is loaded.
-
-    Raises:
-        OSError: the address cannot be had.
-    """
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    return socket.create_server((config.host, config.port), family=family, backlog=2048)
 
 
 def serve(engines: Mapping[str, Future[AsyncEngine]], config: ServerConfig, listener: socket.socket) -> None:
@@ -48,9 +38,7 @@ def serve(engines: Mapping[str, Future[AsyncEngine]], config: ServerConfig, list
         SpoliaError: a model could not be loaded; nothing is served any more.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    server = _Server(create_app(engines, config))
-    for name, future in engines.items():
-        future.add_done_callback(partial(server.on_loaded, name))
+    server = _Server(create_app(engines, config), engines)
     asyncio.run(server.run_until_drained(listener))
     for future in engines.values():
         if future.done() and (error := future.exception()) is not None:
@@ -60,11 +48,12 @@ def serve(engines: Mapping[str, Future[AsyncEngine]], config: ServerConfig, list
 class _Server(uvicorn.Server):
     """uvicorn, with signals that mean: drain, abort, drop; and none of them is an error."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, engines: Mapping[str, Future[AsyncEngine]]) -> None:
         # Request lines are ours (see `answer`); uvicorn's own log is for what goes wrong.
         config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off")
         super().__init__(config)
         self._models: ServedModels = app.state.models
+        self._engines = engines
         self._num_signals = 0
         self._began_s = time.perf_counter()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -75,8 +64,13 @@ class _Server(uvicorn.Server):
         await self.serve(sockets=[listener])
         await self._close_engines()
 
-    def on_loaded(self, name: str, future: Future[AsyncEngine]) -> None:
-        """Called on the loading thread."""
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for name, future in self._engines.items():
+            future.add_done_callback(partial(self._on_loaded, name))
+
+    def _on_loaded(self, name: str, future: Future[AsyncEngine]) -> None:
+        """Called on the loading thread, but not before the server answers and handles signals."""
         if future.exception() is not None:
             self.should_exit = True
             return
