@@ -213,6 +213,15 @@ def test_the_oldest_generates_on_while_a_newer_one_waits_for_room():
     assert len(run(engine)) == 2
 
 
+def test_waiting_for_room_costs_one_look_and_is_no_miss():
+    """The cache is not asked again each step, so its counters stay those of requests."""
+    engine = toy_engine(num_blocks=8, max_context=128)
+    for first in range(2):
+        submit(engine, [first] * 60, SamplingParams(temperature=0.0, max_tokens=50))
+    run(engine)
+    assert engine.core.cache.stats.num_opened <= 4
+
+
 def test_counters_add_up():
     engine = toy_engine()
     prompt = list(range(40))

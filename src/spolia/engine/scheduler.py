@@ -83,6 +83,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # oldest first
         self._free_lanes = list(range(max_sequences - 1, -1, -1))
         self._headroom = 1
+        self._is_full = False  # there was no room for the first in order, and nothing has changed since
 
     @property
     def num_waiting(self) -> int:
@@ -98,6 +99,7 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         self._waiting[sequence.request.request_id] = sequence
+        self._is_full = False
 
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is. Its blocks are evictable or free at once."""
@@ -126,7 +128,7 @@ class Scheduler:
                 plan.entries.append(Entry(sequence, start, stop))
                 budget -= stop - start
                 index += 1
-        if budget and self.num_waiting and self._free_lanes:
+        if budget and self.num_waiting and self._free_lanes and not self._is_full:
             self._admit(plan, budget)
         if not plan.entries and self.num_waiting:
             raise Bug(f"{self.num_waiting} sequences wait, none runs, and none could be admitted")
@@ -161,6 +163,7 @@ class Scheduler:
         sequence.held_lease.close()
         sequence.lease = None
         self._free_lanes.append(sequence.lane)
+        self._is_full = False
         sequence.num_ever_computed_tokens = max(sequence.num_ever_computed_tokens, sequence.num_computed_tokens)
         sequence.num_computed_tokens = sequence.num_slots = 0
 
@@ -231,6 +234,7 @@ class Scheduler:
             lease.close()
             sequence.lease = None
             sequence.num_computed_tokens = sequence.num_slots = 0
+            self._is_full = True
             return None
         sequence.lane = self._free_lanes.pop()
         self._running.append(sequence)
