@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import warnings
 
 import numpy as np
@@ -12,7 +13,7 @@ import transformers
 
 from spolia.models import load
 
-from .tiny import logits_of, write_tokenizer
+from .tiny import VOCAB, VOCABULARY, logits_of, write_gguf, write_tokenizer
 
 PROMPT = [int(i) for i in np.random.default_rng(0).integers(0, 257, 60)]  # longer than any window here
 SIZES = {
@@ -64,6 +65,20 @@ CASES = {
             "rope_parameters": GEMMA3_ROPES,
         },
     ),
+    "starcoder2": ("Starcoder2", {}),
+    "starcoder2, window, untied, no biases": (
+        "Starcoder2",
+        {"sliding_window": 16, "tie_word_embeddings": False, "use_bias": False},
+    ),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "phi3, window, part of a head turns": (
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "sliding_window": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
 }
 
 
@@ -100,7 +115,16 @@ def test_logits_are_those_of_transformers(tmp_path, case):
     assert np.abs(ours - reference).max() < 1e-3
 
 
-@pytest.mark.parametrize("case", ["mistral, window", "qwen2, windows, yarn", "gemma3"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "mistral, window",
+        "qwen2, windows, yarn",
+        "gemma3",
+        "starcoder2, window, untied, no biases",
+        "phi3, window, part of a head turns",
+    ],
+)
 def test_the_window_decides_over_more_than_rounding(tmp_path, case):
     """Or the agreement of windowed models would show nothing about windows."""
     save_random(tmp_path, *CASES[case])
@@ -111,6 +135,34 @@ def test_the_window_decides_over_more_than_rounding(tmp_path, case):
     difference = np.abs(logits_of(program, PROMPT) - logits_of(everywhere, PROMPT)).max(axis=1)
     assert difference[:16].max() == 0
     assert difference[16:].max() > 0.05
+
+
+@pytest.mark.parametrize("case", ["starcoder2", "phi3"])
+def test_a_gguf_file_of_the_same_tensors_is_the_same_model(tmp_path, case):
+    name, settings = CASES[case]
+    reference = theirs(save_random(tmp_path, name, {**settings, "vocab_size": VOCAB}))
+    keys = {
+        "block_count": SIZES["num_hidden_layers"],
+        "context_length": SIZES["max_position_embeddings"],
+        "embedding_length": SIZES["hidden_size"],
+        "feed_forward_length": SIZES["intermediate_size"],
+        "attention.head_count": SIZES["num_attention_heads"],
+        "attention.head_count_kv": SIZES["num_key_value_heads"],
+        "attention.layer_norm_epsilon" if case == "starcoder2" else "attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    metadata = {"general.architecture": case, **{f"{case}.{key}": value for key, value in keys.items()}, **VOCABULARY}
+    path = write_gguf(tmp_path / "model.gguf", metadata, load(tmp_path).tensors)
+    assert np.abs(logits_of(load(path).program, PROMPT) - reference).max() < 1e-3
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3", "starcoder2"])
+def test_an_activation_that_config_json_leaves_out_is_the_architectures(tmp_path, case):
+    reference = theirs(save_random(tmp_path, *CASES[case]))
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    assert {"hidden_act", "hidden_activation"} & config.keys()
+    path.write_text(json.dumps({k: v for k, v in config.items() if k not in ("hidden_act", "hidden_activation")}))
+    assert np.abs(logits_of(load(tmp_path).program, PROMPT) - reference).max() < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

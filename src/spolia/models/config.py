@@ -145,8 +145,8 @@ def config_from_json(path: Path, config: Mapping[str, Any], architecture: Archit
     num_heads = fields.per_layer("num_attention_heads", num_layers)
     head_dim = fields.integer("head_dim", hidden_size // num_heads[0])
     ropes, scaling = _json_ropes(fields, head_dim, architecture)
-    activation = fields.get("hidden_activation") or fields.get("hidden_act") or "silu"
-    if activation not in _ACTIVATIONS:
+    activation = fields.get("hidden_activation") or fields.get("hidden_act")
+    if activation is not None and activation not in _ACTIVATIONS:
         raise fields.error("hidden_act", f"supported are {', '.join(_ACTIVATIONS)}")
     query_scalar = fields.optional_number("query_pre_attn_scalar")
     return ModelConfig(
@@ -156,7 +156,7 @@ def config_from_json(path: Path, config: Mapping[str, Any], architecture: Archit
         head_dim=head_dim,
         context_length=_stretched_context(fields.integer("max_position_embeddings"), scaling),
         norm_eps=fields.number("norm_epsilon" if architecture.layer_norm else "rms_norm_eps"),
-        activation=_ACTIVATIONS[activation],
+        activation=architecture.activation if activation is None else _ACTIVATIONS[activation],
         attention_scale=None if query_scalar is None else query_scalar**-0.5,
         attention_softcap=fields.optional_number("attn_logit_softcapping"),
         logit_softcap=fields.optional_number("final_logit_softcapping"),

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from spolia.models.arch.gemma3 import GEMMA3
 from spolia.models.arch.llama import LLAMA
+from spolia.models.arch.phi3 import PHI3
 from spolia.models.arch.qwen2 import QWEN2
 from spolia.models.arch.qwen3 import QWEN3
+from spolia.models.arch.starcoder2 import STARCODER2
 from spolia.models.architecture import Architecture
 
 __all__ = ["ARCHITECTURES", "BY_MODEL_TYPE", "Architecture"]
 
 ARCHITECTURES: dict[str, Architecture] = {
-    architecture.name: architecture for architecture in (LLAMA, QWEN2, QWEN3, GEMMA3)
+    architecture.name: architecture for architecture in (LLAMA, QWEN2, QWEN3, GEMMA3, STARCODER2, PHI3)
 }
 """By GGUF's `general.architecture`."""
 

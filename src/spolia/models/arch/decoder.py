@@ -39,13 +39,18 @@ class Decoder:
 
     def attention(self, x: Value, index: int, *, qk_norm: bool = False) -> Value:
         """Grouped-query attention with rotary positions; `qk_norm` normalises each head of Q and K before they turn."""
-        b, config, layer = self.builder, self.config, self.config.layers[index]
+        config, layer = self.config, self.config.layers[index]
         q = self.linear(x, f"blk.{index}.attn_q", layer.num_heads * config.head_dim)
         k = self.linear(x, f"blk.{index}.attn_k", layer.num_kv_heads * config.head_dim)
         v = self.linear(x, f"blk.{index}.attn_v", layer.num_kv_heads * config.head_dim)
         if qk_norm:
             q = self.norm(q, f"blk.{index}.attn_q_norm", config.head_dim)
             k = self.norm(k, f"blk.{index}.attn_k_norm", config.head_dim)
+        return self.attend(q, k, v, index)
+
+    def attend(self, q: Value, k: Value, v: Value, index: int) -> Value:
+        """The rest of `attention`, for a layer that has its own way to Q, K and V: turn, attend, project out."""
+        b, config, layer = self.builder, self.config, self.config.layers[index]
         attended = b.attend(
             b.rope(q, config.head_dim, layer.rope),
             b.rope(k, config.head_dim, layer.rope),
