@@ -1,7 +1,7 @@
 """How long does attention take, level by level?
 
-Workload: the attention of one SmolLM2-135M step (30 layers, 9 query heads on 3 KV heads of 64), KV in bf16 unless --kv-dtype says
-otherwise, each layer with KV of its own, blocks of a sequence in random order:
+Workload: the attention of one SmolLM2-135M step (30 layers, 9 query heads on 3 KV heads of 64), KV in bf16 unless
+--kv-dtype says otherwise, each layer with KV of its own, blocks of a sequence in random order:
 
     prefill   one sequence of 1,024 tokens, in one step
     chunk     256 more tokens of a sequence that has 1,792
@@ -10,8 +10,8 @@ otherwise, each layer with KV of its own, blocks of a sequence in random order:
     sharers   one more token of each of 16 sequences whose first 4,000 of 4,016 tokens are the same blocks
     strangers the same 16 sequences with blocks of their own (what `sharers` would cost without sharing)
 
-Prints one JSON line for each: milliseconds of a step (the best of --repeats), GB/s of KV at the rate of one read a sequence, and
-GMAC/s of both products. Asserts that the outputs of the last step are the same bits as with one thread.
+Prints one JSON line for each: milliseconds of a step (the best of --repeats), GB/s of KV as if each sequence read its
+own, and GMAC/s of both products. Asserts that the outputs are the same bits as with one thread.
 
     python benchmarks/attend_kernels.py --threads 2
 """
@@ -36,7 +36,7 @@ KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 @dataclass(frozen=True)
 class Workload:
-    """`num_rows` new tokens of each of `num_seqs` sequences that end at `length`; the first `shared` tokens are common."""
+    """`num_rows` new tokens of each of `num_seqs` sequences that end at `length` and share their first `shared`."""
 
     name: str
     num_seqs: int

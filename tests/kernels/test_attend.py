@@ -173,9 +173,10 @@ def layer(level: str, kv_dtype: str) -> Layer:
 
 @pytest.mark.parametrize("head_dim", [16, 32, 40, 48, 64, 80, 96, 128, 256])
 def test_matches_float64_attention(level, kv_dtype, head_dim):
-    for (num_heads, num_kv_heads), window, softcap in itertools.product(
-        [(2, 2), (4, 1), (7, 1), (6, 2)], [0, 50], [0.0, 5.0]
-    ):
+    for (num_heads, num_kv_heads), window, softcap in [
+        *itertools.product([(2, 2), (4, 1), (7, 1), (6, 2)], [0], [0.0]),
+        *itertools.product([(2, 1), (3, 3)], [0, 50], [0.0, 5.0]),
+    ]:
         layer = Layer(level, kv_dtype, num_heads, num_kv_heads, head_dim, window, softcap)
         tokens = make_tokens(layer, 290, seed=head_dim)
         assert_close(layer, prefill(layer, tokens), tokens)
@@ -273,6 +274,38 @@ def test_strangers_in_the_batch_do_not_change_bits(layer, window):
         for (i, a, b), out in zip(chunks, outs, strict=True):
             assert_same_bits(out, alone[i][a:b])
             computed[i] = b
+
+
+def fork(layer: Layer, trunk: Tokens, shared: int, num_tokens: int, seed: int, first_block: int) -> Tokens:
+    """A sequence that begins with the first `shared` tokens of `trunk`, in the same blocks."""
+    own = make_tokens(layer, num_tokens - shared, seed, first_block)
+    joined = (np.concatenate([getattr(trunk, name)[:shared], getattr(own, name)]) for name in "qkv")
+    return Tokens(*joined, np.concatenate([trunk.blocks[: shared // BLOCK], own.blocks]))
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_sequences_that_share_blocks_get_the_bits_they_get_alone(layer, window):
+    """Whole splits shared by all, by some and by pairs; nested prefixes; lengths at and around the end of a split."""
+    layer = replace(layer, num_heads=6, num_kv_heads=2, head_dim=32, window=window)
+    family = [make_tokens(layer, 1_100, seed=20)]
+    for parent, shared, num_tokens in [
+        *[(0, 1_088, n) for n in (1_089, 1_100, 1_280)],
+        *[(0, 512, n) for n in (512 + 256, 512 + 257, 700)],
+        *[(4, 752, n) for n in (760, 800, 1_024)],
+        (0, 240, 600),
+        (0, 256, 257),
+    ]:
+        first_block = sum(len(t.blocks) for t in family)
+        family.append(fork(layer, family[parent], shared, num_tokens, 20 + len(family), first_block))
+    family.append(make_tokens(layer, 900, seed=50, first_block=sum(len(t.blocks) for t in family)))
+    alone = [prefill(layer, tokens) for tokens in family]
+    pool = layer.pool(sum(len(t.blocks) for t in family))
+    for tokens in family:
+        prefill(layer, replace_end(tokens, len(tokens) - 1), pool=pool)
+    for chosen in (range(len(family)), range(len(family) - 1, -1, -1), [2, 7, 1], [3, 3, 3]):
+        chunks = [(family[i], len(family[i]) - 1 - i % 3, len(family[i])) for i in chosen]
+        for (tokens, start, _), i, out in zip(chunks, chosen, step(layer, pool, chunks, num_threads=2), strict=True):
+            assert_same_bits(out, alone[i][start : len(tokens)])
 
 
 @pytest.mark.parametrize("fill", [0x00, 0x7F, 0x80])

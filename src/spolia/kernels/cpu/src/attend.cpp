@@ -21,7 +21,8 @@ int64_t sequence_of(const AttendStep& step, int64_t row) {
 
 // ---- writing KV -----------------------------------------------------------------------------------------------------
 
-// `count` neighbouring tokens' columns [0, n) to their places: a pair of columns lies together in K, a pair of tokens in V. Nothing but these tokens' elements is written: their neighbours' belong to other threads.
+// One head of Count neighbouring tokens to its place in a block, the first token at `slot`; Count is 1 or pack. Nothing but these
+// tokens' elements is written: their neighbours' belong to other threads.
 template <class K, int Count>
 void store_head(const float* k, int64_t ld_k, const float* v, int64_t ld_v, int64_t head_dim, int64_t slot, int64_t width,
                 typename K::Elem* k_out, typename K::Elem* v_out) {

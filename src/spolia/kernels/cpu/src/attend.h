@@ -1,11 +1,17 @@
 // Paged attention over KV blocks of 16 tokens.
 //
 // Block-major: a block of a group holds all its layers; layer l begins `layer_offset` bytes into each block. The layout
-// inside (K transposed, 16 tokens = one vector) is this file's own business; nobody else reads KV.
+// inside (K transposed, 16 tokens = one vector: attend_kv.h) is attention's own business; nobody else reads KV.
 //
-// Exactness. The context is cut into splits at absolute multiples of kSplit tokens, a split into tiles at absolute
-// multiples of the block size. Each (row, head) computes each split from a fresh online-softmax state and merges splits in
-// position order, whatever the number of rows, sequences or threads. Slots at positions after the row's own are never read into arithmetic.
+// Exactness. The context is cut into splits at absolute multiples of kSplit (256) tokens. Each (row, head) computes each split
+// from a fresh softmax state, by sums that are chains over head_dim and over tokens in order, and folds splits together in
+// position order. So its result is a function of its q, its position and the KV it may see: the same bits whatever the number of
+// rows, sequences and threads, and wherever a prefill was cut. Slots that a row may not see (stale, another row's future, behind
+// the window) never enter its arithmetic, not even times 0: they may hold NaN.
+//
+// Numerics. float32 throughout, own exp2 and tanh to about 1e-7. With bf16 KV, AVX-512 rounds q and the softmax weights to bf16 too
+// (vdpbf16ps), and divides by the sum of the rounded weights; that adds an error slightly below the one of rounding KV to bf16.
+// Storing rounds to nearest, ties to even; what overflows f16 becomes its largest finite value. `scale` must be positive.
 #pragma once
 #include <cstddef>
 #include <cstdint>

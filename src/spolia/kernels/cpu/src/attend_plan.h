@@ -7,9 +7,18 @@
 // record [width + 16 floats: out, maximum, sum] a (row, split, head), and `merge` folds a row's records in position order:
 // the arithmetic is the same, so where a plan cuts is a matter of speed alone.
 //
+// Sequences whose block tables begin with the same blocks meet them together: for each whole split that several share there
+// are tiles of all their rows, so a shared block is read once a tile and not once a sequence. A row's records are as ever.
+//
+//     tables, sorted    A A B C        splits 0-1 (A A): one set of tiles of the rows of all three
+//                       A A B D        split 2 (B): one set of tiles of the rows of two
+//                       A A E          the rest of each sequence: tiles of its own
+//
 //     shared scratch   PlanHeader | seqs | partials | tile_rows | items | records
 #pragma once
 #include <cstdint>
+#include <cstring>
+#include <new>
 
 #include "attend_kv.h"
 
@@ -61,17 +70,18 @@ inline int64_t end_split(int64_t position) { return position / kSplit + 1; }
 
 inline int64_t record_floats(const AttendShape& shape) { return round_up(shape.head_dim, kBlock) + 16; }
 
-// Cuts a step, first to count (`bytes` null), then to write.
+// Cuts a step into items: first to learn its cost, then to count, then to write.
 class Planner {
  public:
   Planner(const AttendShape& shape, const AttendStep& step) : shape_(shape), step_(step) {
     heads_per_row_ = shape.num_heads / shape.num_kv_heads;
     rows_per_tile_ = kTileHeads > heads_per_row_ ? kTileHeads / heads_per_row_ : 1;
-    int64_t cost = 0;
-    for (int64_t s = 0; s < step.num_seqs; ++s)
-      for (int64_t row = step.row_starts[s]; row < step.row_starts[s + 1]; row += rows_per_tile_)
-        cost += num_splits(row, tile_end(s, row)) * split_cost(tile_end(s, row) - row);
-    item_cost_ = cost * shape.num_kv_heads / kMinItems;
+    seqs_sorted_ = static_cast<Sorted*>(::operator new(static_cast<size_t>(step.num_seqs) * sizeof(Sorted)));
+    sort();
+    pass_ = Pass::Weigh;
+    cut();
+    item_cost_ = cost_ * shape.num_kv_heads / kMinItems;
+    pass_ = Pass::Count;
     cut();
     header_.num_items = num_items_;
     size_t end = 0;
@@ -89,6 +99,9 @@ class Planner {
     header_.records = place(static_cast<size_t>(num_partials_ * shape.num_heads * record_floats(shape)) * sizeof(float));
     bytes_ = end;
   }
+  ~Planner() { ::operator delete(seqs_sorted_); }
+  Planner(const Planner&) = delete;
+  Planner& operator=(const Planner&) = delete;
 
   size_t bytes() const { return bytes_; }
 
@@ -98,61 +111,157 @@ class Planner {
     partials_ = reinterpret_cast<int64_t*>(scratch + header_.partials);
     tile_rows_ = reinterpret_cast<int32_t*>(scratch + header_.tile_rows);
     items_ = reinterpret_cast<Item*>(scratch + header_.items);
+    pass_ = Pass::Write;
     cut();
     return num_items_;
   }
 
  private:
-  int64_t tile_end(int64_t seq, int64_t row) const {
-    const int64_t end = row + rows_per_tile_, limit = step_.row_starts[seq + 1];
-    return end < limit ? end : limit;
-  }
-  int64_t num_splits(int64_t row, int64_t row_end) const {
-    return end_split(step_.positions[row_end - 1]) - first_split(shape_, step_.positions[row]);
-  }
+  enum class Pass { Weigh, Count, Write };
+
+  struct Sorted {
+    int32_t seq;
+    int32_t num_shareable;  // leading splits that all rows of the sequence attend to whole; 0 where sharing would not pay
+    int32_t num_common;     // leading splits that the sequence before it in this order has too
+  };
+
+  const int32_t* table(int64_t seq) const { return step_.block_table + seq * step_.max_blocks; }
+  int64_t rows_begin(int64_t seq) const { return step_.row_starts[seq]; }
+  int64_t rows_end(int64_t seq) const { return step_.row_starts[seq + 1]; }
   int64_t split_cost(int64_t num_rows) const { return num_rows * heads_per_row_ + kSplitCost; }
 
-  void cut() {
-    num_items_ = num_tile_rows_ = num_partials_ = 0;
+  // Order sequences by the block ids of their shareable splits, so that those which share a prefix are neighbours.
+  void sort() {
+    const auto common = [this](const Sorted& a, const Sorted& b) {
+      const int32_t most = a.num_shareable < b.num_shareable ? a.num_shareable : b.num_shareable;
+      int32_t n = 0;
+      while (n < most && !compare_split(a.seq, b.seq, n)) ++n;
+      return n;
+    };
     for (int64_t s = 0; s < step_.num_seqs; ++s) {
-      // Last tile first: in a prefill it is the longest.
-      const int64_t begin = step_.row_starts[s], end = step_.row_starts[s + 1];
-      for (int64_t row = begin + (end - begin - 1) / rows_per_tile_ * rows_per_tile_; row >= begin && row < end;
-           row -= rows_per_tile_)
-        cut_tile(s, row, tile_end(s, row));
+      const int64_t num_rows = rows_end(s) - rows_begin(s);
+      // A tile's worth of rows already shares what it reads; and a window seldom holds a whole split.
+      const bool shareable = shape_.window == 0 && num_rows > 0 && num_rows < rows_per_tile_;
+      const int64_t first = shareable ? step_.positions[rows_begin(s)] : -1;
+      const Sorted next{static_cast<int32_t>(s), static_cast<int32_t>((first + 1) / kSplit), 0};
+      int64_t lo = 0, hi = s;
+      while (lo < hi) {
+        const int64_t middle = (lo + hi) / 2;
+        const Sorted& other = seqs_sorted_[middle];
+        const int32_t same = common(other, next);
+        const bool before = same < other.num_shareable && same < next.num_shareable
+                                ? compare_split(other.seq, next.seq, same) < 0
+                                : other.num_shareable <= next.num_shareable;
+        if (before) lo = middle + 1;
+        else hi = middle;
+      }
+      std::memmove(seqs_sorted_ + lo + 1, seqs_sorted_ + lo, static_cast<size_t>(s - lo) * sizeof(Sorted));
+      seqs_sorted_[lo] = next;
+    }
+    for (int64_t i = 1; i < step_.num_seqs; ++i) seqs_sorted_[i].num_common = common(seqs_sorted_[i - 1], seqs_sorted_[i]);
+  }
+
+  int compare_split(int64_t a, int64_t b, int64_t split) const {
+    return std::memcmp(table(a) + split * kSplitBlocks, table(b) + split * kSplitBlocks, kSplitBlocks * sizeof(int32_t));
+  }
+
+  void cut() {
+    cost_ = num_items_ = num_tile_rows_ = num_partials_ = 0;
+    for (int64_t i = 0; i < step_.num_seqs; ++i) {
+      const int64_t seq = seqs_sorted_[i].seq;
+      const bool shares = seqs_sorted_[i].num_common > 0 || (i + 1 < step_.num_seqs && seqs_sorted_[i + 1].num_common > 0);
+      for (int64_t r = rows_begin(seq); r < rows_end(seq); ++r) {
+        if (pass_ == Pass::Write) seqs_[r] = static_cast<int32_t>(seq), partials_[r] = -1;
+        if (shares) keep_records(r);
+      }
+    }
+    if (step_.num_seqs > 0) cut_group(0, step_.num_seqs, 0);
+  }
+
+  // Sequences [begin, end) of the order, whose first `split` splits are done with.
+  void cut_group(int64_t begin, int64_t end, int64_t split) {
+    if (end - begin == 1) {
+      cut_alone(seqs_sorted_[begin].seq, split);
+      return;
+    }
+    int64_t common = kMaxSplits;
+    for (int64_t i = begin + 1; i < end; ++i)
+      if (seqs_sorted_[i].num_common < common) common = seqs_sorted_[i].num_common;
+    if (common > split) cut_together(begin, end, split, common);
+    for (int64_t b = begin, e; b < end; b = e) {
+      for (e = b + 1; e < end && seqs_sorted_[e].num_common > common;) ++e;
+      cut_group(b, e, common);
     }
   }
 
-  void cut_tile(int64_t seq, int64_t row, int64_t row_end) {
-    const int64_t begin = first_split(shape_, step_.positions[row]), count = num_splits(row, row_end);
-    const int64_t fit = item_cost_ / split_cost(row_end - row);
-    const int64_t num_runs = fit > 0 ? (count + fit - 1) / fit : count;
-    if (items_) {
-      for (int64_t r = row; r < row_end; ++r) {
-        seqs_[r] = static_cast<int32_t>(seq);
-        partials_[r] = -1;
-        tile_rows_[num_tile_rows_ + r - row] = static_cast<int32_t>(r);
+  // Splits [split_begin, split_end) of all rows of sequences [begin, end) of the order.
+  void cut_together(int64_t begin, int64_t end, int64_t split_begin, int64_t split_end) {
+    int64_t left = 0;
+    for (int64_t i = begin; i < end; ++i) left += rows_end(seqs_sorted_[i].seq) - rows_begin(seqs_sorted_[i].seq);
+    int64_t num_tiles = (left + rows_per_tile_ - 1) / rows_per_tile_, room = (left + num_tiles - 1) / num_tiles;
+    for (int64_t i = begin; i < end; ++i)
+      for (int64_t r = rows_begin(seqs_sorted_[i].seq); r < rows_end(seqs_sorted_[i].seq); ++r) {
+        add_row(r);
+        if (--room) continue;
+        const int64_t num_rows = (left + num_tiles - 1) / num_tiles;
+        cut_tile(num_rows, split_begin, split_end, false);
+        left -= num_rows, --num_tiles;
+        if (num_tiles) room = (left + num_tiles - 1) / num_tiles;
       }
+  }
+
+  // Splits [split_begin, ...) of one sequence, its last tile first: in a prefill that is the longest.
+  void cut_alone(int64_t seq, int64_t split_begin) {
+    const int64_t first = rows_begin(seq), num_rows = rows_end(seq) - first;
+    for (int64_t tile = (num_rows + rows_per_tile_ - 1) / rows_per_tile_ - 1; tile >= 0; --tile) {
+      const int64_t begin = first + tile * rows_per_tile_;
+      const int64_t end = begin + rows_per_tile_ < rows_end(seq) ? begin + rows_per_tile_ : rows_end(seq);
+      const int64_t seen = first_split(shape_, step_.positions[begin]), last = end_split(step_.positions[end - 1]);
+      for (int64_t r = begin; r < end; ++r) add_row(r);
+      const int64_t num_runs = cut_tile(end - begin, seen > split_begin ? seen : split_begin, last, split_begin == 0);
+      if (split_begin == 0 && num_runs > 1)
+        for (int64_t r = begin; r < end; ++r) keep_records(r);
+    }
+  }
+
+  void add_row(int64_t row) {
+    if (pass_ == Pass::Write) tile_rows_[num_tile_rows_] = static_cast<int32_t>(row);
+    ++num_tile_rows_;
+  }
+
+  void keep_records(int64_t row) {
+    if (pass_ == Pass::Write) partials_[row] = num_partials_;
+    num_partials_ += end_split(step_.positions[row]) - first_split(shape_, step_.positions[row]);
+  }
+
+  // Items of splits [begin, end) of the last `num_rows` rows added; `alone`: these are all the splits that the rows have.
+  // Returns how many runs the splits are cut into.
+  int64_t cut_tile(int64_t num_rows, int64_t begin, int64_t end, bool alone) {
+    const int64_t count = end - begin;
+    cost_ += count * split_cost(num_rows);
+    if (pass_ == Pass::Weigh || count <= 0) return 0;
+    const int64_t fit = item_cost_ / split_cost(num_rows);
+    const int64_t num_runs = fit > 0 ? (count + fit - 1) / fit : count;
+    const int64_t tile_begin = num_tile_rows_ - num_rows;
+    if (pass_ == Pass::Write) {
       Item* item = items_ + num_items_;
       for (int64_t h = 0; h < shape_.num_kv_heads; ++h)
         for (int64_t run = 0; run < num_runs; ++run)
-          *item++ = {static_cast<int32_t>(num_tile_rows_), static_cast<int32_t>(row_end - row), static_cast<int32_t>(h),
+          *item++ = {static_cast<int32_t>(tile_begin), static_cast<int32_t>(num_rows), static_cast<int32_t>(h),
                      static_cast<int32_t>(begin + count * run / num_runs),
-                     static_cast<int32_t>(begin + count * (run + 1) / num_runs), num_runs == 1};
+                     static_cast<int32_t>(begin + count * (run + 1) / num_runs), alone && num_runs == 1};
     }
-    if (num_runs > 1)
-      for (int64_t r = row; r < row_end; ++r) {
-        if (items_) partials_[r] = num_partials_;
-        num_partials_ += num_splits(r, r + 1);
-      }
-    num_tile_rows_ += row_end - row;
     num_items_ += num_runs * shape_.num_kv_heads;
+    return num_runs;
   }
 
+  static constexpr int64_t kMaxSplits = INT32_MAX;
   const AttendShape& shape_;
   const AttendStep& step_;
-  int64_t heads_per_row_, rows_per_tile_, item_cost_;
-  int64_t num_items_ = 0, num_tile_rows_ = 0, num_partials_ = 0;
+  Sorted* seqs_sorted_;
+  Pass pass_;
+  int64_t heads_per_row_, rows_per_tile_, item_cost_ = 0;
+  int64_t cost_ = 0, num_items_ = 0, num_tile_rows_ = 0, num_partials_ = 0;
   size_t bytes_ = 0;
   PlanHeader header_{};
   int32_t* seqs_ = nullptr;

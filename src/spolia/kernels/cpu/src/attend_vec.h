@@ -7,6 +7,9 @@
 #include <cstring>
 
 #if defined(SPOLIA_LEVEL_avx512) || defined(SPOLIA_LEVEL_avx2)
+// GCC 12 takes the undefined operand of its own AVX-512 intrinsics for a mistake of ours.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #endif
 
