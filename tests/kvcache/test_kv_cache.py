@@ -147,6 +147,49 @@ def test_a_refused_grow_takes_nothing_and_evicts_nothing_in_vain():
     world.close(held)
 
 
+def test_the_last_blocks_are_not_lost_to_a_copy_of_a_shared_one():
+    world = World(GroupSpec(4))
+    world.remember(tokens(30))
+    sequence = world.open(np.append(tokens(20), tokens(44, 900)))
+    assert sequence.lease.hit.num_tokens == 20
+    assert world.step(sequence)  # needs all four, so the tree gives up the ten tokens beyond the shared ones
+    world.check()
+    assert world.cache.probe(b"ns", tokens(30)) == 20
+
+
+def test_the_last_blocks_are_not_lost_to_a_second_copy_of_ones_own():
+    world = World(GroupSpec(3))
+    world.remember(tokens(31))
+    sequence = world.compute(tokens(31))  # its last token is computed again, into a block of its own
+    for token in tokens(17, 31):
+        sequence.append(token)
+    assert world.step(sequence)
+    world.check()
+    assert world.cache.ledger()[0].leased == 3
+
+
+def test_a_shared_block_that_others_stand_in_is_not_taken_from_them():
+    world = World(GroupSpec(4))
+    other = world.compute(tokens(30))
+    sequence = world.open(np.append(tokens(20), tokens(44, 900)))
+    assert not world.step(sequence)
+    world.check()
+    world.close(other)
+    assert world.step(sequence)
+
+
+def test_the_source_of_a_copy_stays_until_the_step_has_run():
+    world = World(GroupSpec(5))
+    world.remember(tokens(30))
+    one = world.open(np.append(tokens(20), 900)).lease
+    (copy,) = world.cache.grow(one, 21)
+    other = world.open(tokens(48, 5_000)).lease
+    assert world.cache.grow(other, 48) is None  # two blocks are free, and the copy's source is not to be had
+    assert world.cache.grow(other, 32) == []
+    assert copy.src not in other.block_table(0)
+    world.cache.check()
+
+
 def test_what_was_reserved_but_not_committed_is_free_after_an_abort():
     world = World(GroupSpec(8))
     sequence = world.open(tokens(100))

@@ -86,6 +86,16 @@ def test_what_is_computed_again_is_no_longer_evicted():
     assert explain(world, tokens(120)).reason is MissReason.NEVER_SEEN
 
 
+def test_an_eviction_is_remembered_where_a_branch_grows_later():
+    world = World(GroupSpec(8))
+    world.remember(tokens(100))
+    world.remember(tokens(60, 900))  # cuts the first at 64
+    for first in (500, 700):  # goes on from there otherwise, then branches off there
+        world.remember(np.append(tokens(64), tokens(10, first)))
+    assert explain(world, tokens(100)).reason is MissReason.EVICTED
+    assert explain(world, tokens(100)).divergence == 64
+
+
 def test_cleared():
     world = World(GroupSpec(8))
     world.remember(tokens(100))

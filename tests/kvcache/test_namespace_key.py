@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spolia.kvcache import namespace_key
@@ -38,6 +38,7 @@ def typed(value):
     return tuple(map(typed, value)) if isinstance(value, tuple) else (type(value), repr(value))
 
 
+@settings(deadline=None)
 @given(FIELDS, FIELDS)
 def test_keys_are_equal_exactly_when_the_fields_are(one, other):
     same = {k: typed(v) for k, v in one.items()} == {k: typed(v) for k, v in other.items()}

@@ -293,8 +293,6 @@ class RadixTree:
             if len(new):
                 self.pools[group].keep(new)
                 blocks.extend(new)
-        if leaf.scars:
-            leaf.scars.pop((start, token_ids.item(0)), None)
         self._events.stored(leaf.namespace, leaf.branch, leaf.branch, start, token_ids)
 
     def _attach(self, parent: RadixNode, token_ids: Ids, tables: Sequence[IntBuffer]) -> RadixNode:
@@ -306,9 +304,7 @@ class RadixTree:
         self._num_branches += 1
         edge = bytearray(token_ids.tobytes())
         child = RadixNode(parent.namespace, parent, start, end, edge, blocks, self._num_branches, key=parent.key)
-        first_token = token_ids.item(0)
-        parent.children[first_token] = child
-        parent.scars.pop((start, first_token), None)
+        parent.children[token_ids.item(0)] = child
         self._events.stored(child.namespace, child.branch, parent.branch, start, token_ids)
         return child
 
