@@ -1,6 +1,6 @@
 """Matrix products at every ISA level: right against float64, and the same bits however rows and tiles are cut.
 
-The oracle multiplies the weights as numpy dequantises them by the rows as the kernel itself prepared them, so the tolerance
+The oracle multiplies the weights as numpy dequantises them by the rows as the kernel prepared them, so the tolerance
 is that of float32 sums alone.
 """
 
@@ -34,6 +34,7 @@ class Product:
 
     level: str
     weight: Weight
+    precise: bool = False
 
     @property
     def type_id(self) -> int:
@@ -52,8 +53,10 @@ class Product:
         return packed
 
     def prepare(self, x: Array) -> NDArray[np.uint8]:
-        prepared = np.full((len(x), _cpu.raw_linear_row_bytes(self.level, self.type_id, x.shape[1])), 0xFF, np.uint8)
-        _cpu.raw_linear_prepare(self.level, self.type_id, x, prepared)
+        prepared = np.full(
+            (len(x), _cpu.raw_linear_row_bytes(self.level, self.type_id, self.precise, x.shape[1])), 0xFF, np.uint8
+        )
+        _cpu.raw_linear_prepare(self.level, self.type_id, self.precise, x, prepared)
         return prepared
 
     def run(
@@ -70,7 +73,9 @@ class Product:
         packed = self.pack() if packed is None else packed
         out = np.full((len(prepared), n), np.nan, np.float32)
         for begin, end in zip((0, *cuts), (*cuts, self.num_tiles), strict=True):
-            _cpu.raw_linear(self.level, self.type_id, k, packed, prepared, out, bias, residual, begin, end)
+            _cpu.raw_linear(
+                self.level, self.type_id, self.precise, k, packed, prepared, out, bias, residual, begin, end
+            )
         return out
 
     def as_prepared(self, x: Array, prepared: NDArray[np.uint8]) -> NDArray[np.float64]:
@@ -84,9 +89,12 @@ class Product:
             )
         if self.weight.type in FLOAT_TYPES:
             return x.astype(np.float64)
-        blocks = prepared.reshape(len(x), k // 32, 64)
-        scales = blocks[:, :, 32:36].copy().view(np.float32).astype(np.float64)
-        return (blocks[:, :, :32].view(np.int8) * scales).reshape(x.shape)
+        blocks = prepared.reshape(len(x), k // 32, 128 if self.precise else 64)
+        scales = blocks[:, :, :4].copy().view(np.float32).astype(np.float64)
+        q = blocks[:, :, 32:].view(np.int8).astype(np.float64)
+        if self.precise:
+            q = 254 * q[:, :, :32] + q[:, :, 32:64]
+        return (q * scales).reshape(x.shape)
 
 
 def shapes(type_name: str) -> list[tuple[int, int]]:
@@ -98,13 +106,19 @@ def shapes(type_name: str) -> list[tuple[int, int]]:
     return sizes[TYPES[type_name].block_values]
 
 
-CASES = [(level, name, n, k) for level in LEVELS for name in TYPES for n, k in shapes(name)]
+CASES = [
+    (level, name, n, k, precise)
+    for level in LEVELS
+    for name in TYPES
+    for n, k in shapes(name)
+    for precise in ([False] if name in FLOAT_TYPES else [False, True])
+]
 
 
-@pytest.mark.parametrize(("level", "name", "n", "k"), CASES)
-def test_product_is_right_and_each_row_is_as_if_alone(level: str, name: str, n: int, k: int) -> None:
+@pytest.mark.parametrize(("level", "name", "n", "k", "precise"), CASES)
+def test_product_is_right_and_each_row_is_as_if_alone(level: str, name: str, n: int, k: int, precise: bool) -> None:
     rng = np.random.default_rng(k)
-    product = Product(level, random_weight(name, n, k))
+    product = Product(level, random_weight(name, n, k), precise)
     x = rng.normal(size=(33, k)).astype(np.float32) * np.exp(rng.normal(size=(33, 1))).astype(np.float32)
     prepared = product.prepare(x)
     out = product.run(prepared)
@@ -139,28 +153,32 @@ def test_bias_then_residual_are_added_and_the_residual_may_be_the_output(level: 
     np.testing.assert_array_equal(product.run(prepared, bias=bias, residual=residual), expected)
 
     out = residual.copy()
-    _cpu.raw_linear(level, product.type_id, 64, product.pack(), prepared, out, bias, out, 0, product.num_tiles)
+    _cpu.raw_linear(level, product.type_id, False, 64, product.pack(), prepared, out, bias, out, 0, product.num_tiles)
     np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_quantised_rows_are_the_nearest_of_255_steps(level: str) -> None:
+@pytest.mark.parametrize(("precise", "num_steps"), [(False, 127), (True, 254 * 127 + 127)])
+def test_quantised_rows_are_the_nearest_of_their_steps(level: str, precise: bool, num_steps: int) -> None:
     x = np.random.default_rng(2).normal(size=(4, 96)).astype(np.float32)
     x[1, :32] = 0
     x[2, 5] = 1e4
-    product = Product(level, random_weight("Q8_0", 16, 96))
+    product = Product(level, random_weight("Q8_0", 16, 96), precise)
     rounded = product.as_prepared(x, product.prepare(x))
-    steps = np.abs(x.reshape(4, 3, 32)).max(axis=2, keepdims=True) / 127
+    steps = np.abs(x.reshape(4, 3, 32)).max(axis=2, keepdims=True) / num_steps
     assert (np.abs(rounded - x).reshape(4, 3, 32) <= 0.5001 * steps).all()
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", [name for name in TYPES if name not in FLOAT_TYPES])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_gives_nan_and_no_other_row_does(level: str, name: str, poison: float) -> None:
+@pytest.mark.parametrize("precise", [False, True])
+def test_a_row_that_is_not_finite_gives_nan_and_no_other_row_does(
+    level: str, name: str, poison: float, precise: bool
+) -> None:
     x = np.ones((3, 256), np.float32)
     x[1, 77] = poison
-    product = Product(level, random_weight(name, 16, 256))
+    product = Product(level, random_weight(name, 16, 256), precise)
     out = product.run(product.prepare(x))
     assert np.isnan(out[1]).all()
     assert np.isfinite(out[[0, 2]]).all()

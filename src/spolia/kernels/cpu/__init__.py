@@ -1,7 +1,7 @@
 """The CPU backend: a program lowered to stages (`lowering`) that C++ runs in one call a step (`src/`).
 
 Weights are packed once, 16 output columns side by side, in their own storage type; activations meet them as int8 with
-one scale per 32 values (integer types), as bf16 or as float32. The kernels are compiled for each ISA level; the best
+one scale per 32 values (integer types; 16 bits at the head), as bf16 or as float32. The kernels are compiled for each ISA level; the best
 that the CPU has is chosen at run time, or the one that the environment's SPOLIA_ISA names.
 """
 
@@ -40,8 +40,8 @@ class CpuExecutable:
     """
 
     def __init__(self, program: Program, *, kv_dtype: KvDtype, num_threads: int, level: str | None = None) -> None:
-        def row_format(weight_type: str, k: int) -> tuple[int, int]:
-            return _cpu.row_format(level or "", quants.TYPES[weight_type].ggml_id, k)
+        def row_format(weight_type: str, k: int, precise: bool) -> tuple[int, int]:
+            return _cpu.row_format(level or "", quants.TYPES[weight_type].ggml_id, k, precise)
 
         self._vocab_size = program.vocab_size
         self._plan = lower(program, kv_dtype, row_format)  # holds the embedding tables, which each step reads

@@ -28,5 +28,5 @@ class Executable:
 def levels() -> list[str]:
     """Names of the ISA levels that this CPU has, best first."""
 
-def row_format(level: str, weight_type: int, k: int) -> tuple[int, int]:
-    """How a row of `k` values is prepared for weights of a GGML type: (kind, bytes)."""
+def row_format(level: str, weight_type: int, k: int, precise: bool) -> tuple[int, int]:
+    """How a row of `k` values is prepared for weights of a GGML type: (kind, bytes). `precise`: with 16 bits, not 8."""

@@ -100,6 +100,7 @@ class Matmul:
 
     matrix: int
     rows: int
+    row_kind: int
     out: int
     bias: int = -1
     residual: int = -1
@@ -165,8 +166,8 @@ class _Place:
     private: bool
 
 
-RowFormat = Callable[[str, int], tuple[int, int]]
-"""(weight type, columns) -> (kind of prepared row, its bytes): a matter of the ISA level."""
+RowFormat = Callable[[str, int, bool], tuple[int, int]]
+"""(weight type, columns, whether to round finely) -> (kind of prepared row, its bytes): a matter of the ISA level."""
 
 
 def lower(program: Program, kv_dtype: KvDtype, row_format: RowFormat) -> Plan:
@@ -271,7 +272,7 @@ class _Lowering:
 
     def _same_rows(self, *products: Linear) -> bool:
         """Whether they read the same prepared rows."""
-        return len({(op.x.id, self.row_format(op.weight.type, op.x.width)) for op in products}) == 1
+        return len({(op.x.id, self.row_format(op.weight.type, op.x.width, False)) for op in products}) == 1
 
     def _emit(self, op: Op, stage: int) -> None:
         match op:
@@ -310,9 +311,12 @@ class _Lowering:
             case Linear(out=out):
                 self._matmul(stage, op, out)
             case Logits(x=x, weight=weight, bias=bias, scale=scale, softcap=softcap):
+                # Rounded finely: nothing comes after that could average the rounding out, and it is few rows.
+                rows, row_kind = self._prepare(x, weight, stage, precise=True)
                 matmul = Matmul(
                     matrix=self._matrix(weight),
-                    rows=self._prepare(x, weight, stage),
+                    rows=rows,
+                    row_kind=row_kind,
                     out=LOGITS_ARRAY,
                     bias=self._vector(bias),
                     scale=scale,
@@ -332,10 +336,12 @@ class _Lowering:
         act: str = "silu",
     ) -> None:
         """Append `product`, and what follows on its result, to the stage's heavy part; the end result is `out`."""
+        rows, row_kind = self._prepare(product.x, product.weight, stage)
         self.stages[stage].matmuls.append(
             Matmul(
                 matrix=self._matrix(product.weight),
-                rows=self._prepare(product.x, product.weight, stage),
+                rows=rows,
+                row_kind=row_kind,
                 out=self._write(out.id, _float_bytes(out.width), stage),
                 bias=self._vector(product.bias),
                 residual=residual,
@@ -378,15 +384,15 @@ class _Lowering:
         self.stages[stage].attends.append(op.layer)
         self.stages[merge_stage].merges.append(op.layer)
 
-    def _prepare(self, x: Value, weight: Weight, stage: int) -> int:
-        """The buffer of x's rows as products with `weight` read them."""
-        row_kind, row_bytes = self.row_format(weight.type, x.width)
+    def _prepare(self, x: Value, weight: Weight, stage: int, *, precise: bool = False) -> tuple[int, int]:
+        """The buffer of x's rows as products with `weight` read them, and their kind."""
+        row_kind, row_bytes = self.row_format(weight.type, x.width, precise)
         key = ("prepared", x.id, row_kind)
         if key not in self.places:
             a = self._read(x.id, stage, by_row_op=True)
             out = self._write(key, row_bytes, stage)
             self.stages[stage].row_ops.append(RowOp(kind="prepare", out=out, a=a, width=x.width, row_kind=row_kind))
-        return self._read(key, stage)
+        return self._read(key, stage), row_kind
 
     def _rope_table(self, rope: RopeSpec, stage: int) -> int:
         """The buffer of each row's cosines and sines, made in the first stage."""

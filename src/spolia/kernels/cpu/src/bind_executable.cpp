@@ -90,9 +90,9 @@ Stage to_stage(nb::handle stage) {
           each<RowOp>(stage.attr("row_ops"), to_row_op), get<std::vector<int>>(stage, "stores"),
           each<Matmul>(stage.attr("matmuls"),
                        [](nb::handle m) {
-                         return Matmul{get<int>(m, "matrix"), get<int>(m, "rows"), get<int>(m, "out"), get<int>(m, "bias"),
-                                       get<int>(m, "residual"), get<float>(m, "scale"), get<float>(m, "softcap"), get<int>(m, "gate"),
-                                       get<int>(m, "gate_bias"), to_act(m)};
+                         return Matmul{get<int>(m, "matrix"), get<int>(m, "rows"), RowKind(get<int>(m, "row_kind")), get<int>(m, "out"),
+                                       get<int>(m, "bias"), get<int>(m, "residual"), get<float>(m, "scale"), get<float>(m, "softcap"),
+                                       get<int>(m, "gate"), get<int>(m, "gate_bias"), to_act(m)};
                        }),
           get<std::vector<int>>(stage, "attends")};
 }
@@ -151,9 +151,10 @@ Step to_step(nb::handle inputs, nb::handle logits, int64_t vocab_size) {
 }  // namespace
 
 void bind_executable(nb::module_& m) {
-  m.def("row_format", [](const std::string& level, int weight_type, int64_t k) {
+  m.def("row_format", [](const std::string& level, int weight_type, int64_t k, bool precise) {
     const LinearKernels& linear = kernels(level).linear;
-    const RowKind kind = linear.row_kind(WeightType(weight_type));
+    RowKind kind = linear.row_kind(WeightType(weight_type));
+    if (precise && kind == RowKind::Q8) kind = RowKind::Q16;
     return std::pair(int(kind), linear.row_bytes(kind, k));
   });
   nb::class_<Executable>(m, "Executable")

@@ -29,25 +29,31 @@ void pack(const std::string& level, int32_t type, Array<const uint8_t, 2> rows, 
   at(level).pack(WeightType(type), rows.data(), rows.shape(1), n, k, tile_begin, tile_end, packed.data());
 }
 
-void prepare(const std::string& level, int32_t type, Array<const float, 2> x, Array<uint8_t, 2> prepared) {
+RowKind kind_of(const std::string& level, int32_t type, bool precise) {
+  const RowKind kind = at(level).row_kind(WeightType(type));
+  return precise && kind == RowKind::Q8 ? RowKind::Q16 : kind;
+}
+
+void prepare(const std::string& level, int32_t type, bool precise, Array<const float, 2> x, Array<uint8_t, 2> prepared) {
   const LinearKernels& kernels = at(level);
-  const RowKind kind = kernels.row_kind(WeightType(type));
+  const RowKind kind = kind_of(level, type, precise);
   const auto k = static_cast<int64_t>(x.shape(1));
   require(prepared.shape(0) == x.shape(0) && prepared.shape(1) == kernels.row_bytes(kind, k));
   for (size_t r = 0; r < x.shape(0); ++r) kernels.prepare_row(kind, x.data() + r * x.shape(1), k, prepared.data() + r * prepared.shape(1));
 }
 
-void run(const std::string& level, int32_t type, int64_t k, Array<const uint8_t, 1> packed, Array<const uint8_t, 2> prepared, Array<float, 2> out,
+void run(const std::string& level, int32_t type, bool precise, int64_t k, Array<const uint8_t, 1> packed, Array<const uint8_t, 2> prepared, Array<float, 2> out,
          std::optional<Array<const float, 1>> bias, std::optional<Array<const float, 2>> residual, int64_t tile_begin, int64_t tile_end) {
   const LinearKernels& kernels = at(level);
   const auto n = static_cast<int64_t>(out.shape(1));
   require(packed.size() >= kernels.packed_bytes(WeightType(type), n, k) && prepared.shape(0) == out.shape(0));
-  require(prepared.shape(1) == kernels.row_bytes(kernels.row_kind(WeightType(type)), k));
+  const RowKind kind = kind_of(level, type, precise);
+  require(prepared.shape(1) == kernels.row_bytes(kind, k));
   require((!bias || int64_t(bias->shape(0)) == n) && (!residual || (residual->shape(0) == out.shape(0) && int64_t(residual->shape(1)) == n)));
   const Packed weights{WeightType(type), n, k, packed.data()};
   const Epilogue epilogue{bias ? bias->data() : nullptr, residual ? residual->data() : nullptr, n};
   nb::gil_scoped_release unlocked;
-  kernels.run(weights, prepared.data(), static_cast<int64_t>(out.shape(0)), out.data(), n, epilogue, tile_begin, tile_end);
+  kernels.run(weights, kind, prepared.data(), static_cast<int64_t>(out.shape(0)), out.data(), n, epilogue, tile_begin, tile_end);
 }
 
 }  // namespace
@@ -56,12 +62,12 @@ void bind_linear(nb::module_& m) {
   m.def("raw_linear_packed_bytes", [](const std::string& level, int32_t type, int64_t n, int64_t k) {
     return at(level).packed_bytes(WeightType(type), n, k);
   });
-  m.def("raw_linear_row_bytes", [](const std::string& level, int32_t type, int64_t k) {
-    return at(level).row_bytes(at(level).row_kind(WeightType(type)), k);
+  m.def("raw_linear_row_bytes", [](const std::string& level, int32_t type, bool precise, int64_t k) {
+    return at(level).row_bytes(kind_of(level, type, precise), k);
   });
   m.def("raw_linear_pack", &pack);
   m.def("raw_linear_prepare", &prepare);
-  m.def("raw_linear", &run, nb::arg("level"), nb::arg("type"), nb::arg("k"), nb::arg("packed"), nb::arg("prepared"), nb::arg("out"),
+  m.def("raw_linear", &run, nb::arg("level"), nb::arg("type"), nb::arg("precise"), nb::arg("k"), nb::arg("packed"), nb::arg("prepared"), nb::arg("out"),
         nb::arg("bias").none(), nb::arg("residual").none(), nb::arg("tile_begin"), nb::arg("tile_end"));
   m.def("raw_dequantize_row", [](const std::string& level, int32_t type, Array<const uint8_t, 1> row, float scale, Array<float, 1> out) {
     at(level).dequantize_row(WeightType(type), row.data(), static_cast<int64_t>(out.shape(0)), scale, out.data());

@@ -352,11 +352,11 @@ void Executable::multiply_part(const Step& step, const Matmul& matmul, Range row
     float* out = matmul.out < 0 ? step.logits + row * ld_out : floats(matmul.out, row);
     Epilogue epilogue{vector(matmul.bias), nullptr, 0};
     if (matmul.residual >= 0) epilogue = {epilogue.bias, floats(matmul.residual, row), stride(matmul.residual)};
-    kernels_.linear.run(packed, x, num_rows, out, ld_out, epilogue, tiles.begin, tiles.end);
+    kernels_.linear.run(packed, matmul.row_kind, x, num_rows, out, ld_out, epilogue, tiles.begin, tiles.end);
     if (matmul.gate >= 0) {
       float* gate = reinterpret_cast<float*>(thread_scratch_ + size_t(thread) * thread_stride_);
       // The kernel writes tile t at column 16 t: shifted, so that the first of ours is at the scratch's begin.
-      kernels_.linear.run(packed_[matmul.gate], x, num_rows, gate - column, kGateStride, {vector(matmul.gate_bias), nullptr, 0},
+      kernels_.linear.run(packed_[matmul.gate], matmul.row_kind, x, num_rows, gate - column, kGateStride, {vector(matmul.gate_bias), nullptr, 0},
                           tiles.begin, tiles.end);
       for (int64_t i = 0; i < num_rows; ++i) {
         float* up = out + i * ld_out + column;

@@ -9,7 +9,7 @@
 //   Q6_K     + 2 vectors of 2-bit fields: field f of vector h belongs to nibbles g = 4h + f
 //   scales   behind the values, 16 float16 (or 16 bytes) a kind; of K-quants, d and dmin open each run of eight blocks
 //
-// A prepared row has a `RowBlock`, one cache line, per 32 k. A tile and some rows meet in
+// A prepared row has a `Row8`, one cache line, per 32 k (or a `Row16`, two). A tile and some rows meet in
 //
 //   acc  = zero-point term + sum of 32 products           exact in int32, so its order is free
 //   out += float(acc) * (d_weight * d_row) (+ min * (d_row * sum of the row's 32))     in order of k, whatever the number of rows
@@ -27,15 +27,40 @@ namespace {
 constexpr int64_t kBlockK = 32, kSuperK = 256, kTile = 16;
 constexpr int kChains = 2;  // sums that a float product runs in, by k modulo 2: a constant of the result
 
-struct alignas(64) RowBlock {
-  int8_t q[32];
+// 32 values of a row: q, and what a product needs of them besides.
+struct RowTail {
   float d;            // scale
   float d_sum;        // scale * sum of q
   int32_t minus_8, minus_16, minus_128;  // -zero_point * sum of q
   int32_t minus_32[2];                   // -32 * sum of q, of each half
   int32_t unused;
 };
-static_assert(sizeof(RowBlock) == 64);
+struct alignas(64) Row8 : RowTail {
+  int8_t q[32];
+
+  using Sum = Acc;
+  SPOLIA_INLINE Sum start_at(int32_t x) { return start(x); }
+  SPOLIA_INLINE Sum dot_at(const Sum& sum, const W& w, const Row8* x, int k) { return dot(sum, w, x->q + k); }
+  SPOLIA_INLINE Sum dot_bytes_at(const Sum& sum, const W& w, const Row8* x, int k) { return dot_bytes(sum, w, x->q + k); }
+  SPOLIA_INLINE F value(const Sum& sum) { return to_float(sum); }
+};
+// 16 bits: kBase * high + low, each in [-127, 127].
+struct alignas(64) Row16 : RowTail {
+  int8_t high[32], low[32];
+
+  struct Sum { Acc high, low; };
+  SPOLIA_INLINE Sum start_at(int32_t x) { return {start(0), start(x)}; }
+  SPOLIA_INLINE Sum dot_at(const Sum& sum, const W& w, const Row16* x, int k) {
+    return {dot(sum.high, w, x->high + k), dot(sum.low, w, x->low + k)};
+  }
+  SPOLIA_INLINE Sum dot_bytes_at(const Sum& sum, const W& w, const Row16* x, int k) {
+    return {dot_bytes(sum.high, w, x->high + k), dot_bytes(sum.low, w, x->low + k)};
+  }
+  SPOLIA_INLINE F value(const Sum& sum) { return fma(to_float(sum.high), splat(kBase), to_float(sum.low)); }
+
+  static constexpr int kBase = 254;
+};
+static_assert(sizeof(Row8) == 64 && sizeof(Row16) == 128);
 
 // ---- Integer weights -------------------------------------------------------------------------------------------------
 
@@ -55,17 +80,17 @@ struct TwoBits {
 };
 
 // Vector j of the nibbles holds weights j (low) and j + 4 (high); the further bits lie behind the nibbles.
-template <class Bits, int j, int R>
-SPOLIA_INLINE void dot_nibbles(const uint8_t* p, const RowBlock* const (&x)[R], Acc (&low)[R], Acc (&high)[R]) {
+template <class Bits, int j, class Row, int R>
+SPOLIA_INLINE void dot_nibbles(const uint8_t* p, const Row* const (&x)[R], typename Row::Sum (&low)[R], typename Row::Sum (&high)[R]) {
   const W both = load_bytes(p + 64 * j);
   const W a = Bits::template apply<j>(low_nibbles(both), p + kNibbles);
   const W b = Bits::template apply<j + 4>(high_nibbles(both), p + kNibbles);
-  for (int r = 0; r < R; ++r) low[r] = dot(low[r], a, x[r]->q + 4 * j);
-  for (int r = 0; r < R; ++r) high[r] = dot(high[r], b, x[r]->q + 4 * j + 16);
+  for (int r = 0; r < R; ++r) low[r] = Row::dot_at(low[r], a, x[r], 4 * j);
+  for (int r = 0; r < R; ++r) high[r] = Row::dot_at(high[r], b, x[r], 4 * j + 16);
 }
 
-template <class Bits, int R>
-SPOLIA_INLINE void dot_block(const uint8_t* p, const RowBlock* const (&x)[R], Acc (&low)[R], Acc (&high)[R]) {
+template <class Bits, class Row, int R>
+SPOLIA_INLINE void dot_block(const uint8_t* p, const Row* const (&x)[R], typename Row::Sum (&low)[R], typename Row::Sum (&high)[R]) {
   dot_nibbles<Bits, 0>(p, x, low, high);
   dot_nibbles<Bits, 1>(p, x, low, high);
   dot_nibbles<Bits, 2>(p, x, low, high);
@@ -73,19 +98,19 @@ SPOLIA_INLINE void dot_block(const uint8_t* p, const RowBlock* const (&x)[R], Ac
 }
 
 // One scale for 32 k, and perhaps a minimum: Q4_0, Q4_1, Q5_0, Q5_1.
-template <class Bits, int32_t RowBlock::* zero_point, bool has_min>
+template <class Bits, int32_t RowTail::* zero_point, bool has_min>
 struct Simple {
   static constexpr int64_t block_k = kBlockK;
   static constexpr int64_t block_bytes = kNibbles + Bits::bytes + (has_min ? 2 : 1) * kHalves;
 
-  template <int R>
-  SPOLIA_INLINE void add_block(const uint8_t* p, const RowBlock* const (&x)[R], F (&out)[R]) {
-    Acc acc[R];
-    for (int r = 0; r < R; ++r) acc[r] = start(has_min ? 0 : x[r]->*zero_point);
+  template <class Row, int R>
+  SPOLIA_INLINE void add_block(const uint8_t* p, const Row* const (&x)[R], F (&out)[R]) {
+    typename Row::Sum acc[R];
+    for (int r = 0; r < R; ++r) acc[r] = Row::start_at(has_min ? 0 : x[r]->*zero_point);
     dot_block<Bits>(p, x, acc, acc);
     const uint8_t* scales = p + kNibbles + Bits::bytes;
     const F d = load_half(scales);
-    for (int r = 0; r < R; ++r) out[r] = fma(to_float(acc[r]), mul(d, splat(x[r]->d)), out[r]);
+    for (int r = 0; r < R; ++r) out[r] = fma(Row::value(acc[r]), mul(d, splat(x[r]->d)), out[r]);
     if constexpr (has_min) {
       const F m = load_half(scales + kHalves);
       for (int r = 0; r < R; ++r) out[r] = fma(m, splat(x[r]->d_sum), out[r]);
@@ -97,16 +122,16 @@ struct Bytes {  // Q8_0
   static constexpr int64_t block_k = kBlockK;
   static constexpr int64_t block_bytes = 2 * kNibbles + kHalves;
 
-  template <int R>
-  SPOLIA_INLINE void add_block(const uint8_t* p, const RowBlock* const (&x)[R], F (&out)[R]) {
-    Acc acc[R];
-    for (int r = 0; r < R; ++r) acc[r] = start(kSignedBytes ? 0 : x[r]->minus_128);
+  template <class Row, int R>
+  SPOLIA_INLINE void add_block(const uint8_t* p, const Row* const (&x)[R], F (&out)[R]) {
+    typename Row::Sum acc[R];
+    for (int r = 0; r < R; ++r) acc[r] = Row::start_at(kSignedBytes ? 0 : x[r]->minus_128);
     for (int g = 0; g < 8; ++g) {
       const W w = load_bytes(p + 64 * g);
-      for (int r = 0; r < R; ++r) acc[r] = dot_bytes(acc[r], w, x[r]->q + 4 * g);
+      for (int r = 0; r < R; ++r) acc[r] = Row::dot_bytes_at(acc[r], w, x[r], 4 * g);
     }
     const F d = load_half(p + 2 * kNibbles);
-    for (int r = 0; r < R; ++r) out[r] = fma(to_float(acc[r]), mul(d, splat(x[r]->d)), out[r]);
+    for (int r = 0; r < R; ++r) out[r] = fma(Row::value(acc[r]), mul(d, splat(x[r]->d)), out[r]);
   }
 };
 
@@ -117,19 +142,19 @@ struct Super {
   static constexpr int64_t part_bytes = kNibbles + Bits::bytes + 2 * kBytes;
   static constexpr int64_t block_bytes = 2 * kHalves + 8 * part_bytes;
 
-  template <int R>
-  SPOLIA_INLINE void add_block(const uint8_t* p, const RowBlock* const (&first)[R], F (&out)[R]) {
+  template <class Row, int R>
+  SPOLIA_INLINE void add_block(const uint8_t* p, const Row* const (&first)[R], F (&out)[R]) {
     const F d = load_half(p), minus_dmin = mul(load_half(p + kHalves), splat(-1.0f));
     for (int part = 0; part < 8; ++part) {
       const uint8_t* q = p + 2 * kHalves + part * part_bytes;
-      const RowBlock* x[R];
-      Acc acc[R];
+      const Row* x[R];
+      typename Row::Sum acc[R];
       for (int r = 0; r < R; ++r) x[r] = first[r] + part;
-      for (int r = 0; r < R; ++r) acc[r] = start(0);
-      dot_block<Bits>(q, (const RowBlock* const (&)[R])x, acc, acc);
+      for (int r = 0; r < R; ++r) acc[r] = Row::start_at(0);
+      dot_block<Bits>(q, (const Row* const (&)[R])x, acc, acc);
       const F scale = mul(d, load_u8(q + kNibbles + Bits::bytes));
       const F min = mul(minus_dmin, load_u8(q + kNibbles + Bits::bytes + kBytes));
-      for (int r = 0; r < R; ++r) out[r] = fma(to_float(acc[r]), mul(scale, splat(x[r]->d)), out[r]);
+      for (int r = 0; r < R; ++r) out[r] = fma(Row::value(acc[r]), mul(scale, splat(x[r]->d)), out[r]);
       for (int r = 0; r < R; ++r) out[r] = fma(min, splat(x[r]->d_sum), out[r]);
     }
   }
@@ -141,47 +166,49 @@ struct Sixteens {
   static constexpr int64_t part_bytes = kNibbles + TwoBits::bytes + 2 * kBytes;
   static constexpr int64_t block_bytes = kHalves + 8 * part_bytes;
 
-  template <int R>
-  SPOLIA_INLINE void add_block(const uint8_t* p, const RowBlock* const (&first)[R], F (&out)[R]) {
+  template <class Row, int R>
+  SPOLIA_INLINE void add_block(const uint8_t* p, const Row* const (&first)[R], F (&out)[R]) {
     const F d = load_half(p);
     for (int part = 0; part < 8; ++part) {
       const uint8_t* q = p + kHalves + part * part_bytes;
-      const RowBlock* x[R];
-      Acc low[R], high[R];
+      const Row* x[R];
+      typename Row::Sum low[R], high[R];
       for (int r = 0; r < R; ++r) x[r] = first[r] + part;
-      for (int r = 0; r < R; ++r) low[r] = start(x[r]->minus_32[0]);
-      for (int r = 0; r < R; ++r) high[r] = start(x[r]->minus_32[1]);
-      dot_block<TwoBits>(q, (const RowBlock* const (&)[R])x, low, high);
+      for (int r = 0; r < R; ++r) low[r] = Row::start_at(x[r]->minus_32[0]);
+      for (int r = 0; r < R; ++r) high[r] = Row::start_at(x[r]->minus_32[1]);
+      dot_block<TwoBits>(q, (const Row* const (&)[R])x, low, high);
       const F scale_low = mul(d, load_i8(q + kNibbles + TwoBits::bytes));
       const F scale_high = mul(d, load_i8(q + kNibbles + TwoBits::bytes + kBytes));
-      for (int r = 0; r < R; ++r) out[r] = fma(to_float(low[r]), mul(scale_low, splat(x[r]->d)), out[r]);
-      for (int r = 0; r < R; ++r) out[r] = fma(to_float(high[r]), mul(scale_high, splat(x[r]->d)), out[r]);
+      for (int r = 0; r < R; ++r) out[r] = fma(Row::value(low[r]), mul(scale_low, splat(x[r]->d)), out[r]);
+      for (int r = 0; r < R; ++r) out[r] = fma(Row::value(high[r]), mul(scale_high, splat(x[r]->d)), out[r]);
     }
   }
 };
 
-using Q4_0 = Simple<NoBits, &RowBlock::minus_8, false>;
-using Q4_1 = Simple<NoBits, &RowBlock::minus_8, true>;
-using Q5_0 = Simple<FifthBit, &RowBlock::minus_16, false>;
-using Q5_1 = Simple<FifthBit, &RowBlock::minus_16, true>;
+using Q4_0 = Simple<NoBits, &RowTail::minus_8, false>;
+using Q4_1 = Simple<NoBits, &RowTail::minus_8, true>;
+using Q5_0 = Simple<FifthBit, &RowTail::minus_16, false>;
+using Q5_1 = Simple<FifthBit, &RowTail::minus_16, true>;
 using Q8_0 = Bytes;
 using Q4_K = Super<NoBits>;
 using Q5_K = Super<FifthBit>;
 using Q6_K = Sixteens;
 
-template <class Type>
+template <class Type, class Row = Row8>
 struct Quantised {
+  static constexpr int max_rows = kMaxRows > 1 && std::is_same_v<Row, Row16> ? kMaxRows / 2 : kMaxRows;  // registers
+
   static size_t tile_bytes(int64_t k) { return size_t(k / Type::block_k * Type::block_bytes); }
 
   template <int R>
   static void tile(const uint8_t* w, int64_t k, const uint8_t* rows, size_t row_bytes, F (&out)[R]) {
-    const RowBlock* x[R];
+    const Row* x[R];
     for (int r = 0; r < R; ++r) {
-      x[r] = reinterpret_cast<const RowBlock*>(rows + size_t(r) * row_bytes);
+      x[r] = reinterpret_cast<const Row*>(rows + size_t(r) * row_bytes);
       out[r] = zero();
     }
     for (int64_t b = 0; b < k / Type::block_k; ++b, w += Type::block_bytes) {
-      Type::add_block(w, (const RowBlock* const (&)[R])x, out);
+      Type::add_block(w, (const Row* const (&)[R])x, out);
       for (int r = 0; r < R; ++r) x[r] += Type::block_k / kBlockK;
     }
   }
@@ -192,6 +219,8 @@ struct Quantised {
 // Products run in kChains sums by turns of k, added at the end: shorter chains of dependent additions, in an order that is fixed.
 template <class Type>
 struct Floats {
+  static constexpr int max_rows = kMaxRows;
+
   static size_t tile_bytes(int64_t k) { return size_t((k + Type::step_k * kChains - 1) / (Type::step_k * kChains) * kChains * Type::step_bytes); }
 
   template <int R>
@@ -234,7 +263,8 @@ struct Brain16 {  // pairs of k
 // ---- A matrix: rows in groups, tile by tile --------------------------------------------------------------------------
 
 int64_t row_bytes_of(RowKind kind, int64_t k) {
-  if (kind == RowKind::Q8) return k / kBlockK * int64_t(sizeof(RowBlock));
+  if (kind == RowKind::Q8) return k / kBlockK * int64_t(sizeof(Row8));
+  if (kind == RowKind::Q16) return k / kBlockK * int64_t(sizeof(Row16));
   const int64_t bytes = kind == RowKind::BF16 ? 2 * k : 4 * k;
   return (bytes + 63) / 64 * 64;  // the padding, zeros, meets the padding of the weights
 }
@@ -279,8 +309,9 @@ void run_as(const Packed& p, RowKind kind, const uint8_t* rows, int64_t num_rows
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     const uint8_t* w = p.data + size_t(tile) * tile_bytes;
     int64_t first = 0;
-    for (; first + kMaxRows <= num_rows; first += kMaxRows) rows_of_tile<Product, kMaxRows>(w, tile, p, rows, row_bytes, first, out, ld_out, e);
-    rest_of_tile<Product, kMaxRows - 1>(num_rows - first, w, tile, p, rows, row_bytes, first, out, ld_out, e);
+    constexpr int R = Product::max_rows;
+    for (; first + R <= num_rows; first += R) rows_of_tile<Product, R>(w, tile, p, rows, row_bytes, first, out, ld_out, e);
+    rest_of_tile<Product, R - 1>(num_rows - first, w, tile, p, rows, row_bytes, first, out, ld_out, e);
   }
 }
 
@@ -446,26 +477,53 @@ SPOLIA_INLINE uint16_t to_bf16(float x) {  // to nearest, ties to even; NaN stay
   return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-void quantise_block(const float* x, RowBlock& block) {
-  int32_t sums[2] = {};
-  const float largest = quantise_32(x, block.q, sums);
+void fill_tail(RowTail& tail, float d, const int32_t (&sums)[2]) {
   const int32_t sum = sums[0] + sums[1];
-  block.d = largest / 127.0f;
-  block.d_sum = block.d * float(sum);
-  block.minus_8 = -8 * sum;
-  block.minus_16 = -16 * sum;
-  block.minus_128 = -128 * sum;
-  block.minus_32[0] = -32 * sums[0];
-  block.minus_32[1] = -32 * sums[1];
-  block.unused = 0;
+  tail.d = d;
+  tail.d_sum = d * float(sum);
+  tail.minus_8 = -8 * sum;
+  tail.minus_16 = -16 * sum;
+  tail.minus_128 = -128 * sum;
+  tail.minus_32[0] = -32 * sums[0];
+  tail.minus_32[1] = -32 * sums[1];
+  tail.unused = 0;
+}
+
+void quantise(const float* x, Row8& row) {
+  int32_t sums[2] = {};
+  const float largest = quantise_32(x, row.q, sums);
+  fill_tail(row, largest / 127.0f, sums);
+}
+
+void quantise(const float* x, Row16& row) {
+  constexpr int kSteps = Row16::kBase * 127 + 127;
+  float largest = 0, poison = 0;
+  for (int i = 0; i < 32; ++i) {
+    const float magnitude = std::fabs(x[i]);
+    largest = magnitude > largest ? magnitude : largest;
+    poison += x[i] * 0.0f;
+  }
+  int32_t sums[2] = {};
+  for (int i = 0; i < 32 && poison == 0.0f; ++i) {
+    const int q = largest > 0 ? int(std::lrint(double(x[i]) / largest * kSteps)) : 0;
+    constexpr int kRound = Row16::kBase / 2 - 1;  // so that neither part leaves [-127, 127]
+    const int high = (q + (q < 0 ? -kRound : kRound)) / Row16::kBase;
+    row.high[i] = int8_t(high);
+    row.low[i] = int8_t(q - Row16::kBase * high);
+    sums[i / 16] += q;
+  }
+  fill_tail(row, largest / float(kSteps) + poison, sums);
+}
+
+template <class Row>
+void quantise_row(const float* x, int64_t k, uint8_t* dst) {
+  Row* blocks = reinterpret_cast<Row*>(dst);
+  for (int64_t i = 0; i < k; i += kBlockK) quantise(x + i, blocks[i / kBlockK]);
 }
 
 void prepare_row(RowKind kind, const float* x, int64_t k, uint8_t* dst) {
-  if (kind == RowKind::Q8) {
-    RowBlock* blocks = reinterpret_cast<RowBlock*>(dst);
-    for (int64_t i = 0; i < k; i += kBlockK) quantise_block(x + i, blocks[i / kBlockK]);
-    return;
-  }
+  if (kind == RowKind::Q8) return quantise_row<Row8>(x, k, dst);
+  if (kind == RowKind::Q16) return quantise_row<Row16>(x, k, dst);
   const int64_t num_bytes = row_bytes_of(kind, k);
   if (kind == RowKind::F32) {
     std::memcpy(dst, x, size_t(k) * 4);
@@ -612,9 +670,10 @@ void pack(WeightType type, const uint8_t* src, size_t bytes, int64_t n, int64_t 
 #undef FLOATS
 }
 
-void run(const Packed& w, const uint8_t* rows, int64_t num_rows, float* out, int64_t ld_out, const Epilogue& e, int64_t tile_begin, int64_t tile_end) {
-  const RowKind kind = row_kind(w.type);
-#define QUANTISED(Pack) run_as<Quantised<Pack::Type>>(w, kind, rows, num_rows, out, ld_out, e, tile_begin, tile_end)
+void run(const Packed& w, RowKind kind, const uint8_t* rows, int64_t num_rows, float* out, int64_t ld_out, const Epilogue& e, int64_t tile_begin, int64_t tile_end) {
+#define QUANTISED(Pack)                                                                                                              \
+  kind == RowKind::Q16 ? run_as<Quantised<Pack::Type, Row16>>(w, kind, rows, num_rows, out, ld_out, e, tile_begin, tile_end) \
+                       : run_as<Quantised<Pack::Type>>(w, kind, rows, num_rows, out, ld_out, e, tile_begin, tile_end)
 #define FLOATS(Type) run_as<Floats<Type>>(w, kind, rows, num_rows, out, ld_out, e, tile_begin, tile_end)
   SPOLIA_BY_TYPE(w.type, QUANTISED, FLOATS)
 #undef QUANTISED

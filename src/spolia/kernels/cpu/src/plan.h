@@ -53,6 +53,7 @@ struct RowOp {
 struct Matmul {
   int matrix;
   int rows;      // buffer of prepared rows
+  RowKind row_kind;  // how they are prepared
   int out;       // buffer; -1: the logits
   int bias;      // vector
   int residual;  // buffer
