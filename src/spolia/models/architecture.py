@@ -26,7 +26,7 @@ class Architecture:
         activation: of the feed-forward part, where the file does not say.
         full_attention_every: of n layers, the n-th sees everything and the others a window; None: all have the same.
         local_rope_base: rotary base of the layers with a window; None: the same as the others.
-        layer_norm: read LayerNorm's epsilon, which files keep under another name; the norm itself is emitted by `build`.
+        layer_norm: reads LayerNorm's epsilon, which files keep under another name; `build` emits the norm itself.
         gguf_interleaves_rope: GGUF files hold the rows of Q and K reordered, for rotating neighbours (2i, 2i + 1).
         hf_names: module names in safetensors files that mean another tensor than `safetensors.MODULES` says.
         hf_norm_offset: what to add to the norm weights of safetensors files, which may be kept as w - 1.

@@ -146,7 +146,7 @@ def config_from_json(path: Path, config: Mapping[str, Any], architecture: Archit
     head_dim = fields.integer("head_dim", hidden_size // num_heads[0])
     ropes, scaling = _json_ropes(fields, head_dim, architecture)
     activation = fields.get("hidden_activation") or fields.get("hidden_act")
-    if activation is not None and activation not in _ACTIVATIONS:
+    if activation is not None and str(activation) not in _ACTIVATIONS:  # JSON may hold what cannot be hashed
         raise fields.error("hidden_act", f"supported are {', '.join(_ACTIVATIONS)}")
     query_scalar = fields.optional_number("query_pre_attn_scalar")
     return ModelConfig(
