@@ -178,15 +178,16 @@ def test_a_shared_block_that_others_stand_in_is_not_taken_from_them():
     assert world.step(sequence)
 
 
-def test_the_source_of_a_copy_stays_until_the_step_has_run():
-    world = World(GroupSpec(5))
+@pytest.mark.parametrize("groups", [(GroupSpec(5),), (GroupSpec(10), GroupSpec(5, window=32))])
+def test_the_source_of_a_copy_stays_until_the_step_has_run(groups):
+    world = World(*groups)
     world.remember(tokens(30))
     one = world.open(np.append(tokens(20), 900)).lease
-    (copy,) = world.cache.grow(one, 21)
+    copies = world.cache.grow(one, 21)
     other = world.open(tokens(48, 5_000)).lease
     assert world.cache.grow(other, 48) is None  # two blocks are free, and the copy's source is not to be had
     assert world.cache.grow(other, 32) == []
-    assert copy.src not in other.block_table(0)
+    assert all(copy.src not in other.block_table(copy.group) for copy in copies)
     world.cache.check()
 
 

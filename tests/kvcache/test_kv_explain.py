@@ -4,6 +4,7 @@ import numpy as np
 from kvcache_world import World
 
 from spolia.kvcache import GroupSpec, MissReason
+from spolia.kvcache.radix_tree import MAX_SCARS
 
 
 def tokens(count, first=0):
@@ -128,7 +129,8 @@ def test_explaining_changes_nothing():
 
 def test_the_memory_of_evictions_is_bounded():
     world = World(GroupSpec(4), thorough=False)
-    for first in range(0, 100_000, 100):
+    for first in range(0, 200_000, 100):
         world.remember(tokens(40, first))
-    assert len(world.cache._tree.roots[b"ns"].scars) <= 256
-    assert explain(world, tokens(40, 99_700)).reason is MissReason.EVICTED
+    assert len(world.cache._tree.roots[b"ns"].scars) == MAX_SCARS
+    assert explain(world, tokens(40)).reason is MissReason.NEVER_SEEN
+    assert explain(world, tokens(40, 199_700)).reason is MissReason.EVICTED

@@ -58,7 +58,7 @@ class KVCache:
 
         lease = cache.open(namespace, prompt_ids)        what is known is held: num_computed_tokens = hit.num_tokens
         repeat  copies = cache.grow(lease, stop)         slots for tokens [0, stop); None: no room, nothing taken
-                run the copies in order, then the step: it writes tokens [num_computed_tokens, stop)
+                run the copies, then the step: it writes tokens [num_computed_tokens, stop)
                 cache.commit(lease, new_ids)             visible to others from now on
         lease.close()                                    stays in the tree until retention gives it up
 
@@ -136,7 +136,7 @@ class KVCache:
         """Reserve slots for tokens [0, num_tokens), evicting if need be.
 
         If the sequence would write into a block of another's, it gets one of its own, and the copies that bring the
-        shared tokens there are returned: run them, in the order of the calls, before the step.
+        shared tokens there are returned: run them before the step. No block is read by one copy and written by another.
 
         Returns:
             Copies to run, often none; or None, having taken nothing, if there is no room.

@@ -56,7 +56,7 @@ __all__ = ["Cursor", "RadixNode", "RadixTree", "common_prefix"]
 
 TOKEN_BYTES = 4
 
-MAX_SCARS = 256
+MAX_SCARS = 1_024
 """Cut continuations that one node remembers."""
 
 MAX_EMPTY_ROOTS = 1_024
@@ -230,10 +230,13 @@ class RadixTree:
         if root.children or root.cursors:
             return
         self._empty_roots.pop(root.namespace, None)
-        self._empty_roots[root.namespace] = None
-        if not root.scars or len(self._empty_roots) > MAX_EMPTY_ROOTS:
-            namespace = root.namespace if not root.scars else next(iter(self._empty_roots))
-            del self._empty_roots[namespace], self.roots[namespace]
+        if root.scars:
+            self._empty_roots[root.namespace] = None
+        else:
+            del self.roots[root.namespace]
+        if len(self._empty_roots) > MAX_EMPTY_ROOTS:
+            oldest = next(iter(self._empty_roots))
+            del self._empty_roots[oldest], self.roots[oldest]
 
     def insert(self, cursor: Cursor, token_ids: Ids, tables: Sequence[IntBuffer]) -> int:
         """Make `token_ids`, computed after the cursor into the blocks of `tables`, part of the tree; move the cursor.
@@ -251,33 +254,32 @@ class RadixTree:
         Returns:
             How many of the tokens the tree already had.
         """
-        position = cursor.position
-        end = position + len(token_ids)
+        end = cursor.position + len(token_ids)
         num_known = 0
-        while position < end:
-            node = cursor.node
-            rest = token_ids[len(token_ids) - (end - position) :]
-            if position < node.end:
+        while cursor.position < end:
+            node, position = cursor.node, cursor.position
+            rest = token_ids[position - end :]
+            if position < node.end:  # 1
                 size = common_prefix(node.token_ids[position - node.start :], rest)
                 if size < len(rest) and position + size < node.end:
                     self._split(node, position + size)
-                if size > 0:
-                    self._share(cursor.node, position, position + size, tables)
-                    num_known += size
-                    position = cursor.position = position + size
-                continue
-            child = node.children.get(rest.item(0))
-            if child is None:
-                if node.children or node.parent is None:
-                    child = self._attach(node, rest, tables)
-                else:
-                    self._extend(node, rest, tables)
-                position = cursor.position = end
-            if child is not None:
-                node.cursors.remove(cursor)
-                child.cursors.append(cursor)
-                cursor.node = child
+                self._share(cursor.node, position, position + size, tables)
+                cursor.position += size
+                num_known += size
+            elif rest.item(0) in node.children:  # 2
+                self._step(cursor, node.children[rest.item(0)])
+            elif node.parent is not None and not node.children:  # 3
+                self._extend(node, rest, tables)
+                cursor.position = end
+            else:  # 4
+                self._step(cursor, self._attach(node, rest, tables))
+                cursor.position = end
         return num_known
+
+    def _step(self, cursor: Cursor, child: RadixNode) -> None:
+        cursor.node.cursors.remove(cursor)
+        child.cursors.append(cursor)
+        cursor.node = child
 
     def _extend(self, leaf: RadixNode, token_ids: Ids, tables: Sequence[IntBuffer]) -> None:
         start = leaf.end
