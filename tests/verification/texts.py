@@ -1,10 +1,12 @@
 """Twenty prompts of many kinds, and a long text for perplexity.
 
-The long texts are Python's own help topics, which every Python installation carries.
+The long ones come with Python: its help topics (English prose, dense with terms) and the source of a module.
 """
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from pydoc_data.topics import topics
 
 _MANUAL = "\n\n".join(topics[name] for name in sorted(topics) if len(topics[name]) > 2_000)
@@ -22,7 +24,7 @@ PROMPTS: dict[str, str] = {
     "chat": _CHAT,
     "chat_turns": _CHAT + "The Rhine, the Elbe and the Danube.<|im_end|>\n<|im_start|>user\nAnd Austria?<|im_end|>\n",
     "story": "Once upon a time, in a village by the sea, there lived an old fisherman who had never learned to swim. One",
-    "python": "def fibonacci(n: int) -> int:\n    \"\"\"Return the n-th Fibonacci number.\"\"\"\n    if n < 2:\n        return n\n",
+    "python": 'def fibonacci(n: int) -> int:\n    """Return the n-th Fibonacci number."""\n    if n < 2:\n        return n\n',
     "cpp": "#include <vector>\n\ntemplate <typename T>\nT sum(const std::vector<T>& xs) {\n\tT total{};\n\tfor (auto x : xs)",
     "json": '{"name": "Ada", "born": 1815, "fields": ["mathematics", "computing"], "address": {"city": "London", "zip":',
     "sql": "SELECT c.name, COUNT(o.id) AS orders\nFROM customers c LEFT JOIN orders o ON o.customer_id = c.id\nGROUP BY",
@@ -37,5 +39,5 @@ PROMPTS: dict[str, str] = {
     "spaces": "  leading,   many    spaces\t\ttabs\n\n\n\nnewlines \n \n and a trailing one ",
     "latex": r"\begin{equation} \int_0^\infty e^{-x^2}\,dx = \frac{\sqrt{\pi}}{2} \end{equation} where $x \in \mathbb{R}$ and",
     "window": _MANUAL[100_000:103_500],
-    "long": _MANUAL[200_000:207_500],
+    "long": inspect.getsource(textwrap)[:9_000],
 }
