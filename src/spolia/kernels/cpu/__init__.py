@@ -1,8 +1,9 @@
 """The CPU backend: a program lowered to stages (`lowering`) that C++ runs in one call a step (`src/`).
 
-Weights are packed once, 16 output columns side by side, in their own storage type. Activations meet integer types as int8
-with one scale per 32 values (16 bits at the head), the others as bf16 or as float32. The kernels are compiled for each ISA
-level; the best that the CPU has is chosen at run time, or the one that the environment's SPOLIA_ISA names.
+Weights are packed once, 16 output columns side by side, in their own storage type. Activations meet integer types as
+int8 with one scale per 32 values (16 bits at the head), the others as bf16 or as float32. The kernels are compiled
+for each ISA level; the best that the CPU has is chosen at run time, or the one that the environment's SPOLIA_ISA
+names.
 """
 
 from __future__ import annotations
