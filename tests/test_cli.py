@@ -114,6 +114,15 @@ def test_a_prompt_may_come_through_a_pipe(smollm2_path: Path):
     assert piped.stdout == spolia("generate", "smollm2", "The capital of France is", "--raw", "-n", "8", *SMALL).stdout
 
 
+def test_sampling_flags_give_an_answer_that_can_be_had_again(smollm2_path: Path):
+    flags = ["--temperature", "1.5", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.05", "--stop", ".", "-n", "40"]
+    command = ["generate", "smollm2", "Tell me a story.", "--system", "You are a poet.", *flags, *SMALL]
+    first, again, other = (spolia(*command, "--seed", seed) for seed in ("1", "1", "2"))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == again.stdout != other.stdout
+    assert "." not in first.stdout
+
+
 def test_a_base_model_gets_a_plain_completion(gemma3_path: Path):
     result = spolia("generate", "gemma3:270m", "The capital of France is", "-n", "6", "--kv-dtype", "f16", *SMALL)
     assert result.returncode == 0, result.stderr

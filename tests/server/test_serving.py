@@ -101,7 +101,7 @@ def test_the_address_answers_before_the_model_is_loaded(smollm2_path):
 
 def test_flags_reach_the_engine(smollm2_path):
     flags = ["--kv-dtype", "f32", "--kv-memory", "32MiB", "--max-context", "512", "--check", "--name", "small"]
-    with server_process(smollm2_path, *flags) as process:
+    with server_process(smollm2_path, *flags, "--host", "localhost", "--max-waiting", "2") as process:
         process.await_ready()
         card = httpx.get(f"{process.url}/v1/models").json()["data"][0]
         assert (card["id"], card["max_model_len"]) == ("small", 512)
@@ -109,6 +109,7 @@ def test_flags_reach_the_engine(smollm2_path):
         block_bytes = 16 * 30 * 3 * 64 * 2 * 4
         assert metric(process.url, "spolia_kv_blocks", state="free") == (32 << 20) // block_bytes
         assert httpx.post(process.url + COMPLETIONS, json={"prompt": "Hi", "max_tokens": 5}).status_code == 200
+        assert httpx.post(process.url + COMPLETIONS, json={"prompt": ["Hi"] * 3, "max_tokens": 5}).status_code == 429
 
 
 def test_a_port_in_use_is_one_line_and_status_1(smollm2_path):
