@@ -116,7 +116,7 @@ def test_the_least_recently_used_goes_first_and_from_its_tail():
     world = World(GroupSpec(12))
     for first in (0, 1_000, 2_000):
         world.remember(tokens(64, first))
-    world.remember(tokens(64))  # used again
+    world.cache.open(b"ns", tokens(64)).close()  # used again
     world.remember(tokens(32, 3_000))
     assert world.cache.probe(b"ns", tokens(65)) == 64
     assert world.cache.probe(b"ns", tokens(65, 1_000)) == 32
@@ -132,6 +132,16 @@ def test_what_is_leased_is_never_evicted():
     assert not world.step(other)
     world.check()
     assert held.lease.block_table(0).tolist() != other.lease.block_table(0).tolist()
+
+
+def test_no_token_goes_that_would_free_nothing():
+    world = World(GroupSpec(6))
+    world.remember(tokens(60))
+    held = world.open(np.append(tokens(20), 900))  # holds the second block for four of its tokens
+    world.remember(tokens(64, 1_000))
+    world.remember(tokens(64, 2_000))
+    assert world.cache.probe(b"ns", tokens(60)) == 32
+    world.close(held)
 
 
 def test_a_refused_grow_takes_nothing_and_evicts_nothing_in_vain():
@@ -311,6 +321,8 @@ def test_a_policy_decides_what_goes_first():
     assert world.cache.probe(b"ns", tokens(65, 2_000)) == 0
     assert world.cache.probe(b"ns", tokens(65)) == world.cache.probe(b"ns", tokens(65, 1_000)) == 64
     assert world.cache.explain(b"ns", tokens(65, 2_000)).explanation.evicted.cause == "mru"
+    world.open(np.append(tokens(20), 900))  # its key falls, and the tail beyond is still to be had
+    world.check()
 
 
 def test_a_flood_of_namespaces_does_not_grow_the_cache():

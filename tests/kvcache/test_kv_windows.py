@@ -75,6 +75,27 @@ def test_a_window_group_shares_its_pool_among_long_sequences():
     assert world.cache.probe(b"ns", tokens(401, 4_000)) == 400
 
 
+def test_the_window_of_a_running_sequence_stays_shared():
+    world = World(GroupSpec(64), GroupSpec(8, window=32))
+    world.compute(tokens(64))
+    world.remember(tokens(32, 1_000))
+    hog = world.open(tokens(200, 2_000))
+    assert world.cache.grow(hog.lease, 6 * BLOCK) == []  # all but the running sequence's window
+    assert world.cache.probe(b"ns", np.append(tokens(64), 900)) == 64
+
+
+def test_a_block_that_a_split_went_through_is_found_in_both_halves():
+    world = World(GroupSpec(64), GroupSpec(7, window=32))
+    world.remember(tokens(40))
+    world.remember(np.append(tokens(20), tokens(10, 500)))  # splits the first inside its second block
+    holder = world.open(np.append(tokens(20), 700))
+    hog = world.open(tokens(200, 1_000))
+    assert world.cache.grow(hog.lease, 5 * BLOCK) == []  # all but the two blocks of the holder
+    world.close(holder)
+    assert world.cache.grow(hog.lease, 7 * BLOCK) == []
+    world.check()
+
+
 def test_shared_prefixes_rarely_need_a_search_for_room():
     """The queues find what can go; looking through all nodes is the exception."""
     world = World(GroupSpec(400), GroupSpec(40, window=48), thorough=False)
