@@ -137,6 +137,19 @@ def test_a_copied_block_continues_as_the_original(name: str, backend: str) -> No
     np.testing.assert_allclose(logits, expected, rtol=0, atol=0 if backend == "cpu" else 1e-4)
 
 
+def test_a_step_without_rows_only_copies() -> None:
+    session = cpu("llama", num_threads=3)
+    tokens = random_tokens(20)
+    first, second = session.open(tokens), session.open(tokens)
+    expected = session.step([(first, 20)])[12:]
+    nothing, tables = np.array([], np.int32), (np.empty((0, 1), np.int32),)
+    copies = (BlockCopy(0, int(first.blocks[0][0]), int(second.blocks[0][0]), 12),)
+    step = StepInputs(nothing, nothing, np.array([0], np.int32), tables, nothing, copies)
+    session.executable.run(step, np.empty((0, VOCAB_SIZE), np.float32))
+    second.num_computed = 12
+    assert session.step([(second, 8)]).tobytes() == expected.tobytes()
+
+
 def test_a_program_without_attention_needs_no_pools() -> None:
     w, b = Weights("F32"), ProgramBuilder()
     x = b.embed(w.matrix(VOCAB_SIZE, HIDDEN))

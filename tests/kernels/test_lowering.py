@@ -16,7 +16,7 @@ from .programs import HIDDEN, PROGRAMS, VOCAB_SIZE, Session, Weights, inv_freq, 
 
 
 def plan_of(program: Program) -> Plan:
-    return lower(program, "bf16", lambda weight_type, k: (2, (k + k // 32 * 8 + 63) // 64 * 64))
+    return lower(program, "bf16", lambda weight_type, k, precise: (2 + precise, (k + k // 32 * 8 + 63) // 64 * 64))
 
 
 def random_program(seed: int) -> Program:

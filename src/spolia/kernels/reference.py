@@ -208,11 +208,12 @@ class ReferenceExecutable:
             case Scale(factor=factor):
                 return operands[0] * np.float32(factor)
             case Logits(weight=weight, bias=bias, scale=scale, softcap=softcap):
-                result = self._multiply(operands[0][step.logit_rows], weight, bias) * np.float32(scale)
+                # The CPU reads this operand in 16 bits, which is as good as unrounded.
+                result = self._multiply(operands[0][step.logit_rows], weight, bias, exact=True) * np.float32(scale)
                 return result if softcap is None else np.tanh(result / np.float32(softcap)) * np.float32(softcap)
 
-    def _multiply(self, x: Floats, weight: Weight, bias: Weight | None) -> Floats:
-        if self._activation_bits and weight.type not in _FLOAT_TYPES:
+    def _multiply(self, x: Floats, weight: Weight, bias: Weight | None, *, exact: bool = False) -> Floats:
+        if self._activation_bits and weight.type not in _FLOAT_TYPES and not exact:
             x = quantize_activations(x)
         result = x @ self._dequantize(weight).T
         return result if bias is None else result + self._dequantize(bias)

@@ -49,8 +49,8 @@ struct AttendKernels {
   // Write rows [row_begin, row_end)'s k and v to their blocks. Rows of one sequence in one block may be written by different threads.
   void (*store)(const AttendShape& shape, const AttendStep& step, int64_t row_begin, int64_t row_end);
   // Cut the step into independent work items and write the plan to the head of shared_scratch; returns how many there are.
-  // Called by one thread, once per layer, after sizing shared_scratch and before a barrier; reads no KV, so it may run beside
-  // `store`. The plan depends on shapes, positions and block tables, never on threads.
+  // Called by one thread, after sizing shared_scratch and before the first item. The plan depends on shapes, positions and block
+  // tables, never on KV, layer or threads: layers of one shape and group may run one after the other on one plan.
   int64_t (*plan)(const AttendShape& shape, const AttendStep& step, uint8_t* shared_scratch);
   // Bytes of scratch that all items of a step share (plan and partial results of splits), and bytes private to one thread;
   // both 64-byte aligned by the caller, neither initialised.

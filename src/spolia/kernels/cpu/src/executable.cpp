@@ -244,7 +244,7 @@ void Executable::work(const Step& step, int thread) {
   if (!step.copies.empty()) copy_blocks(step, thread);
   for (size_t i = 0; i < plan_.stages.size(); ++i) {
     const Stage& stage = plan_.stages[i];
-    if (stage.domain == Domain::Logits && step.num_logit_rows == 0) break;
+    if ((stage.domain == Domain::Logits ? step.num_logit_rows : step.num_rows) == 0) break;
     Counter* counters = &counters_[first_counter_[i]];
     row_part(step, stage, counters[0], thread);
     meet(2 * i);

@@ -13,6 +13,7 @@ void bind_linear(nb::module_& m);
 void bind_attend(nb::module_& m);
 
 NB_MODULE(_cpu, m) {
+  nb::set_leak_warnings(false);  // an executable that lives until the process ends is no leak
   m.def("levels", [] {
     std::vector<std::string> names;
     for (const spolia::Kernels& level : spolia::levels()) names.push_back(level.name);
