@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "isa.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 using namespace spolia;
@@ -21,6 +22,13 @@ const LinearKernels& at(const std::string& level) { return spolia::kernels(level
 
 void require(bool fits) {
   if (!fits) throw std::invalid_argument("linear: sizes do not fit each other");
+}
+
+// In the float mode of the executable's threads, which flushes subnormal numbers.
+template <class Job>
+void as_in_a_step(Job job) {
+  auto on_thread = [&](int) { job(); };
+  Threads(1).run(on_thread);
 }
 
 void pack(const std::string& level, int32_t type, Array<const uint8_t, 2> rows, int64_t k, int64_t tile_begin, int64_t tile_end, Array<uint8_t, 1> packed) {
@@ -39,7 +47,9 @@ void prepare(const std::string& level, int32_t type, bool precise, Array<const f
   const RowKind kind = kind_of(level, type, precise);
   const auto k = static_cast<int64_t>(x.shape(1));
   require(prepared.shape(0) == x.shape(0) && prepared.shape(1) == kernels.row_bytes(kind, k));
-  for (size_t r = 0; r < x.shape(0); ++r) kernels.prepare_row(kind, x.data() + r * x.shape(1), k, prepared.data() + r * prepared.shape(1));
+  as_in_a_step([&] {
+    for (size_t r = 0; r < x.shape(0); ++r) kernels.prepare_row(kind, x.data() + r * x.shape(1), k, prepared.data() + r * prepared.shape(1));
+  });
 }
 
 void run(const std::string& level, int32_t type, bool precise, int64_t k, Array<const uint8_t, 1> packed, Array<const uint8_t, 2> prepared, Array<float, 2> out,
@@ -53,7 +63,7 @@ void run(const std::string& level, int32_t type, bool precise, int64_t k, Array<
   const Packed weights{WeightType(type), n, k, packed.data()};
   const Epilogue epilogue{bias ? bias->data() : nullptr, residual ? residual->data() : nullptr, n};
   nb::gil_scoped_release unlocked;
-  kernels.run(weights, kind, prepared.data(), static_cast<int64_t>(out.shape(0)), out.data(), n, epilogue, tile_begin, tile_end);
+  as_in_a_step([&] { kernels.run(weights, kind, prepared.data(), static_cast<int64_t>(out.shape(0)), out.data(), n, epilogue, tile_begin, tile_end); });
 }
 
 }  // namespace
@@ -70,6 +80,6 @@ void bind_linear(nb::module_& m) {
   m.def("raw_linear", &run, nb::arg("level"), nb::arg("type"), nb::arg("precise"), nb::arg("k"), nb::arg("packed"), nb::arg("prepared"), nb::arg("out"),
         nb::arg("bias").none(), nb::arg("residual").none(), nb::arg("tile_begin"), nb::arg("tile_end"));
   m.def("raw_dequantize_row", [](const std::string& level, int32_t type, Array<const uint8_t, 1> row, float scale, Array<float, 1> out) {
-    at(level).dequantize_row(WeightType(type), row.data(), static_cast<int64_t>(out.shape(0)), scale, out.data());
+    as_in_a_step([&] { at(level).dequantize_row(WeightType(type), row.data(), static_cast<int64_t>(out.shape(0)), scale, out.data()); });
   });
 }

@@ -1,7 +1,10 @@
 // Sixteen lanes, one per output column of a tile, at each level: the only part of `linear.cpp` that knows instructions.
 //
-//   F    16 float32              W    64 unsigned bytes: 4 consecutive k of each of 16 columns
-//   Acc  16 int32 sums           dot  acc[c] += sum over t < 4 of w[4c + t] * a[t], exact in int32
+//   F    16 float32              W    64 bytes: 4 consecutive k of each of 16 columns
+//   Acc  16 int32 sums           dots<bits, count>(acc, q, weights), for rows r, exact in int32:
+//                                acc[r][c] += sum over g < count, t < 4 of weights<g>()[4c + t] * q(r)[4g + t]
+//
+// `bits` is how wide the weights are: what they leave of 16 bits decides how many products AVX2 adds up before it widens.
 //
 // Everything has internal linkage: a level's code must never be merged with another's.
 #pragma once
@@ -20,12 +23,41 @@
 namespace spolia::SPOLIA_LEVEL {
 namespace {
 
+// f<begin>(), f<begin + 1>(), ... as straight code: instructions take shifts and field numbers as constants.
+template <int begin, int end, class Body>
+SPOLIA_INLINE void unrolled(Body body) {
+  if constexpr (begin < end) {
+    body.template operator()<begin>();
+    unrolled<begin + 1, end>(body);
+  }
+}
+#define SPOLIA_LAMBDA __attribute__((always_inline))
+
+#if defined(__SSE2__)
+// Compute x here. GCC would put off the additions of a long sum, and with 16 registers spill what they wait for.
+template <class V>
+SPOLIA_INLINE V here(V x) {
+  asm("" : "+x"(x));
+  return x;
+}
+#endif
+
+SPOLIA_INLINE int32_t four_bytes(const void* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return x;
+}
+
 #if defined(SPOLIA_LEVEL_avx512)
 
 using F = __m512;
 using W = __m512i;
 using Acc = __m512i;
-constexpr int kMaxRows = 8;           // rows that share an unpacked weight: 8 int and 8 float accumulators of 32 registers
+constexpr int kMaxRows = 8;           // rows that share a weight in registers: 8 int and 8 float sums of 32
+constexpr int kMaxFloatRows = 8;      // the same of float weights
+constexpr int kWideRows = 8;          // rows that share a weight unpacked before
+constexpr int64_t kManyRows = 32;     // from which unpacking once for all of them pays, for weights of ...
+constexpr bool unpacking_pays(int bits) { return bits == 5 || bits == 6; }
 constexpr bool kSignedBytes = false;  // Q8_0 is kept as q + 128, since a dot product takes unsigned weights
 
 SPOLIA_INLINE F zero() { return _mm512_setzero_ps(); }
@@ -39,6 +71,7 @@ SPOLIA_INLINE F load_half(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_load
 SPOLIA_INLINE F load_u8(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); }
 SPOLIA_INLINE F load_i8(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))); }
 SPOLIA_INLINE W load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+SPOLIA_INLINE void store_bytes(uint8_t* p, W w) { _mm512_storeu_si512(p, w); }
 SPOLIA_INLINE W low_nibbles(W w) { return _mm512_and_si512(w, _mm512_set1_epi8(0x0f)); }
 SPOLIA_INLINE W high_nibbles(W w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(0x0f)); }
 SPOLIA_INLINE W add_fifth_bit(W w, const uint8_t* mask) {
@@ -53,18 +86,17 @@ SPOLIA_INLINE W add_two_bits(W w, W plane) {
   return _mm512_ternarylogic_epi32(w, bits, _mm512_set1_epi8(0x30), 0xf8);  // w | (bits & 0x30)
 }
 SPOLIA_INLINE Acc start(int32_t x) { return _mm512_set1_epi32(x); }
-SPOLIA_INLINE Acc dot(Acc acc, W w, const int8_t* a) {
-  int32_t four;
-  std::memcpy(&four, a, 4);
-  return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four));
+template <int bits, int count, int R, class Rows, class Weights>
+SPOLIA_INLINE void dots(Acc (&acc)[R], Rows q, Weights weights) {
+  unrolled<0, count>([&]<int g>() SPOLIA_LAMBDA {
+    const W w = weights.template operator()<g>();
+    for (int r = 0; r < R; ++r) acc[r] = _mm512_dpbusd_epi32(acc[r], w, _mm512_set1_epi32(four_bytes(q(r) + 4 * g)));
+  });
 }
-SPOLIA_INLINE Acc dot_bytes(Acc acc, W w, const int8_t* a) { return dot(acc, w, a); }
 SPOLIA_INLINE F to_float(Acc acc) { return _mm512_cvtepi32_ps(acc); }
 // acc[c] += w[c][0] * a[0] + w[c][1] * a[1]
 SPOLIA_INLINE F dot_bf16(F acc, const uint8_t* w, const uint8_t* a) {
-  int32_t two;
-  std::memcpy(&two, a, 4);
-  return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32(two));
+  return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32(four_bytes(a)));
 }
 
 // 32 values to the nearest of 255 steps, ties to even; returns the largest magnitude, NaN if a value is not finite.
@@ -87,7 +119,9 @@ SPOLIA_INLINE float quantise_32(const float* x, int8_t* q, int32_t (&sums)[2]) {
 struct F { __m256 lo, hi; };
 struct W { __m256i lo, hi; };
 struct Acc { __m256i lo, hi; };
-constexpr int kMaxRows = 3;
+constexpr int kMaxRows = 4, kMaxFloatRows = 3, kWideRows = 4;
+constexpr int64_t kManyRows = 16;
+constexpr bool unpacking_pays(int bits) { return bits != 8; }
 constexpr bool kSignedBytes = true;  // the 16-bit sums of maddubs hold |q| <= 128 times 127 twice, not 255 times 127
 
 SPOLIA_INLINE F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -112,6 +146,10 @@ SPOLIA_INLINE F load_i8(const uint8_t* p) {
 SPOLIA_INLINE W load_bytes(const uint8_t* p) {
   const __m256i* v = reinterpret_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(v), _mm256_loadu_si256(v + 1)};
+}
+SPOLIA_INLINE void store_bytes(uint8_t* p, W w) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), w.lo);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), w.hi);
 }
 SPOLIA_INLINE __m256i low_half(__m256i w) { return _mm256_and_si256(w, _mm256_set1_epi8(0x0f)); }
 SPOLIA_INLINE W low_nibbles(W w) { return {low_half(w.lo), low_half(w.hi)}; }
@@ -138,28 +176,33 @@ SPOLIA_INLINE W add_two_bits(W w, W plane) {
 }
 SPOLIA_INLINE Acc start(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 SPOLIA_INLINE __m256i add_fours(__m256i acc, __m256i pairs) { return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
-SPOLIA_INLINE __m256i broadcast_four(const int8_t* a) {
-  int32_t four;
-  std::memcpy(&four, a, 4);
-  return _mm256_set1_epi32(four);
-}
-SPOLIA_INLINE Acc dot(Acc acc, W w, const int8_t* a) {  // weights below 64: pairs stay below 2^15
-  const __m256i x = broadcast_four(a);
-  return {add_fours(acc.lo, _mm256_maddubs_epi16(w.lo, x)), add_fours(acc.hi, _mm256_maddubs_epi16(w.hi, x))};
-}
-SPOLIA_INLINE Acc dot_bytes(Acc acc, W w, const int8_t* a) {
-  const __m256i x = broadcast_four(a);
-  return {add_fours(acc.lo, _mm256_maddubs_epi16(_mm256_abs_epi8(w.lo), _mm256_sign_epi8(x, w.lo))),
-          add_fours(acc.hi, _mm256_maddubs_epi16(_mm256_abs_epi8(w.hi), _mm256_sign_epi8(x, w.hi)))};
+template <int bits, int count, int R, class Rows, class Weights>
+SPOLIA_INLINE void dots(Acc (&acc)[R], Rows q, Weights weights) {
+  // Sums of pairs that fit in 16 bits: 2 * 127 * (2^bits - 1) each.
+  constexpr int most = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+  constexpr int run = most < count ? most : count;
+  W sums[R];
+  unrolled<0, count>([&]<int g>() SPOLIA_LAMBDA {
+    W w = weights.template operator()<g>(), magnitude = w;
+    if constexpr (bits == 8) magnitude = {_mm256_abs_epi8(w.lo), _mm256_abs_epi8(w.hi)};
+    for (int r = 0; r < R; ++r) {
+      const __m256i x = _mm256_set1_epi32(four_bytes(q(r) + 4 * g));
+      W x_signed = {x, x};
+      if constexpr (bits == 8) x_signed = {_mm256_sign_epi8(x, w.lo), _mm256_sign_epi8(x, w.hi)};
+      const W pairs = {_mm256_maddubs_epi16(magnitude.lo, x_signed.lo), _mm256_maddubs_epi16(magnitude.hi, x_signed.hi)};
+      if constexpr (g % run == 0) sums[r] = {here(pairs.lo), here(pairs.hi)};
+      else sums[r] = {here(_mm256_add_epi16(sums[r].lo, pairs.lo)), here(_mm256_add_epi16(sums[r].hi, pairs.hi))};
+      if constexpr (g % run == run - 1) acc[r] = {add_fours(acc[r].lo, sums[r].lo), add_fours(acc[r].hi, sums[r].hi)};
+    }
+  });
 }
 SPOLIA_INLINE F to_float(Acc acc) { return {_mm256_cvtepi32_ps(acc.lo), _mm256_cvtepi32_ps(acc.hi)}; }
 SPOLIA_INLINE __m256 even_bf16(__m256i w) { return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16)); }
 SPOLIA_INLINE __m256 odd_bf16(__m256i w) { return _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(int32_t(0xffff0000)))); }
 SPOLIA_INLINE F dot_bf16(F acc, const uint8_t* p, const uint8_t* a) {
   const W w = load_bytes(p);
-  int32_t two;
-  std::memcpy(&two, a, 4);
-  const __m256 even = even_bf16(_mm256_set1_epi32(two)), odd = odd_bf16(_mm256_set1_epi32(two));
+  const __m256i x = _mm256_set1_epi32(four_bytes(a));
+  const __m256 even = even_bf16(x), odd = odd_bf16(x);
   return {_mm256_fmadd_ps(odd_bf16(w.lo), odd, _mm256_fmadd_ps(even_bf16(w.lo), even, acc.lo)),
           _mm256_fmadd_ps(odd_bf16(w.hi), odd, _mm256_fmadd_ps(even_bf16(w.hi), even, acc.hi))};
 }
@@ -194,105 +237,108 @@ SPOLIA_INLINE float quantise_32(const float* x, int8_t* q, int32_t (&sums)[2]) {
   return largest;
 }
 
-#else  // generic: vectors of the compiler's, on any CPU; SSE2, which every x86-64 has, where plain code would be slow
+#else  // generic: 128-bit vectors of the compiler's, which any CPU has; SSE2's own where they have no portable name
 
-typedef float F __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-struct W { alignas(16) uint8_t bytes[64]; };
-constexpr int kMaxRows = 2;
+typedef float Floats4 __attribute__((vector_size(16)));
+typedef uint32_t Words4 __attribute__((vector_size(16)));
+typedef uint16_t Halves4 __attribute__((vector_size(8)));
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+typedef uint8_t Bytes4 __attribute__((vector_size(4)));
+typedef int8_t SignedBytes4 __attribute__((vector_size(4)));
+typedef uint64_t Longs2 __attribute__((vector_size(16)));
+struct F { Floats4 v[4]; };
+struct W { Bytes16 v[4]; };
+constexpr int kMaxRows = 4, kMaxFloatRows = 2, kWideRows = 4;
+constexpr int64_t kManyRows = 1;  // always
 constexpr bool kSignedBytes = false;
 
-SPOLIA_INLINE F zero() { return F{}; }
-SPOLIA_INLINE F load(const float* p) { F x; std::memcpy(&x, p, 64); return x; }
+template <class V>
+SPOLIA_INLINE V load_vector(const void* p) { V v; std::memcpy(&v, p, 16); return v; }
+template <class Make>
+SPOLIA_INLINE F four_of(Make make) { return {{make(0), make(1), make(2), make(3)}}; }
+
+SPOLIA_INLINE F splat(float x) { const Floats4 v = {x, x, x, x}; return {{v, v, v, v}}; }
+SPOLIA_INLINE F zero() { return splat(0); }
+SPOLIA_INLINE F load(const float* p) { return four_of([&](int i) SPOLIA_LAMBDA { return load_vector<Floats4>(p + 4 * i); }); }
 SPOLIA_INLINE void store(float* p, F x) { std::memcpy(p, &x, 64); }
-SPOLIA_INLINE F splat(float x) { return F{} + x; }
-SPOLIA_INLINE F mul(F a, F b) { return a * b; }
-SPOLIA_INLINE F add(F a, F b) { return a + b; }
-SPOLIA_INLINE F fma(F a, F b, F c) { return a * b + c; }
-SPOLIA_INLINE float half_to_float(uint16_t h) {
-  // Shift exponent and mantissa into place, then scale by 2^112 to correct the bias; that also normalises subnormals.
-  const uint32_t magnitude = uint32_t(h & 0x7fff) << 13, sign = uint32_t(h & 0x8000) << 16;
-  uint32_t bits = magnitude;
-  float x;
-  if (magnitude >= (uint32_t(0x7c00) << 13)) {
-    bits += uint32_t(112) << 23;
-    bits += uint32_t(112) << 23;  // infinity and NaN have the largest exponent
-    bits |= sign;
-    std::memcpy(&x, &bits, 4);
-    return x;
-  }
-  std::memcpy(&x, &bits, 4);
-  x *= 0x1p112f;
-  std::memcpy(&bits, &x, 4);
-  bits |= sign;
-  std::memcpy(&x, &bits, 4);
-  return x;
+SPOLIA_INLINE F mul(F a, F b) { return four_of([&](int i) SPOLIA_LAMBDA { return a.v[i] * b.v[i]; }); }
+SPOLIA_INLINE F add(F a, F b) { return four_of([&](int i) SPOLIA_LAMBDA { return a.v[i] + b.v[i]; }); }
+SPOLIA_INLINE F fma(F a, F b, F c) { return four_of([&](int i) SPOLIA_LAMBDA { return a.v[i] * b.v[i] + c.v[i]; }); }
+
+// No float32 subnormal on the way: threads may flush those to zero, and the scales of many files are subnormal float16.
+SPOLIA_INLINE Floats4 half_to_float(Words4 h) {
+  const Words4 magnitude = h & 0x7fff, shifted = magnitude << 13;
+  const Words4 normal = shifted + (112u << 23);                                    // the exponent re-biased
+  const Words4 subnormal = (Words4)((Floats4)(shifted + (113u << 23)) - 0x1p-14f);  // 2^-14 + x, less 2^-14
+  const Words4 is_subnormal = (Words4)(magnitude < 0x400), is_special = (Words4)(magnitude >= 0x7c00);
+  return (Floats4)((h & 0x8000) << 16 | (subnormal & is_subnormal) | ((normal + (is_special & (112u << 23))) & ~is_subnormal));
+}
+template <class Narrow, class Wide>
+SPOLIA_INLINE Wide widened(const uint8_t* p) {
+  Narrow v;
+  std::memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, Wide);
 }
 SPOLIA_INLINE F load_half(const uint8_t* p) {
-  alignas(64) float x[16];
-  for (int i = 0; i < 16; ++i) {
-    uint16_t h;
-    std::memcpy(&h, p + 2 * i, 2);
-    x[i] = half_to_float(h);
-  }
-  return load(x);
+  return four_of([&](int i) SPOLIA_LAMBDA { return half_to_float(widened<Halves4, Words4>(p + 8 * i)); });
 }
-SPOLIA_INLINE F load_u8(const uint8_t* p) {
-  alignas(64) float x[16];
-  for (int i = 0; i < 16; ++i) x[i] = float(p[i]);
-  return load(x);
+SPOLIA_INLINE F load_u8(const uint8_t* p) { return four_of([&](int i) SPOLIA_LAMBDA { return widened<Bytes4, Floats4>(p + 4 * i); }); }
+SPOLIA_INLINE F load_i8(const uint8_t* p) { return four_of([&](int i) SPOLIA_LAMBDA { return widened<SignedBytes4, Floats4>(p + 4 * i); }); }
+template <class Make>
+SPOLIA_INLINE W bytes_of(Make make) { return {{make(0), make(1), make(2), make(3)}}; }
+SPOLIA_INLINE W load_bytes(const uint8_t* p) { return bytes_of([&](int i) SPOLIA_LAMBDA { return load_vector<Bytes16>(p + 16 * i); }); }
+SPOLIA_INLINE void store_bytes(uint8_t* p, W w) { std::memcpy(p, &w, 64); }
+// Shifts go across bytes, as SSE2 has none within; the mask clears what came over.
+SPOLIA_INLINE Bytes16 shifted_right(Bytes16 v, int bits, uint8_t mask) { return (Bytes16)((Longs2)v >> bits) & mask; }
+SPOLIA_INLINE W low_nibbles(W w) { return bytes_of([&](int i) SPOLIA_LAMBDA { return w.v[i] & 15; }); }
+SPOLIA_INLINE W high_nibbles(W w) { return bytes_of([&](int i) SPOLIA_LAMBDA { return shifted_right(w.v[i], 4, 15); }); }
+SPOLIA_INLINE uint64_t fifth_bits(uint8_t mask) {  // 8 bits -> 8 bytes of 0 or 16
+  const uint64_t eight = (mask * uint64_t(0x0101010101010101)) & uint64_t(0x8040201008040201);
+  return ((eight + 0x7f7f7f7f7f7f7f7f) & 0x8080808080808080) >> 3;  // a byte that is not 0 carries into its top bit
 }
-SPOLIA_INLINE F load_i8(const uint8_t* p) {
-  alignas(64) float x[16];
-  for (int i = 0; i < 16; ++i) x[i] = float(int8_t(p[i]));
-  return load(x);
-}
-SPOLIA_INLINE W load_bytes(const uint8_t* p) { W w; std::memcpy(w.bytes, p, 64); return w; }
-SPOLIA_INLINE W low_nibbles(W w) { for (uint8_t& b : w.bytes) b &= 15; return w; }
-SPOLIA_INLINE W high_nibbles(W w) { for (uint8_t& b : w.bytes) b = uint8_t(b >> 4); return w; }
 SPOLIA_INLINE W add_fifth_bit(W w, const uint8_t* mask) {
-  for (int i = 0; i < 8; ++i) {
-    uint64_t eight = (mask[i] * uint64_t(0x0101010101010101)) & uint64_t(0x8040201008040201);
-    eight = ((eight + 0x7f7f7f7f7f7f7f7f) & 0x8080808080808080) >> 3;  // a byte that is not 0 becomes 16
-    uint64_t bytes;
-    std::memcpy(&bytes, w.bytes + 8 * i, 8);
-    bytes |= eight;
-    std::memcpy(w.bytes + 8 * i, &bytes, 8);
-  }
-  return w;
+  return bytes_of([&](int i) SPOLIA_LAMBDA { return w.v[i] | (Bytes16)Longs2{fifth_bits(mask[2 * i]), fifth_bits(mask[2 * i + 1])}; });
 }
 template <int field>
-SPOLIA_INLINE W add_two_bits(W w, const W& plane) {
-  for (int i = 0; i < 64; ++i) w.bytes[i] = uint8_t(w.bytes[i] | (((plane.bytes[i] >> (2 * field)) & 3) << 4));
-  return w;
+SPOLIA_INLINE W add_two_bits(W w, W plane) {
+  return bytes_of([&](int i) SPOLIA_LAMBDA {
+    const Longs2 p = (Longs2)plane.v[i];
+    return w.v[i] | ((Bytes16)(field < 2 ? p << (4 - 2 * field) : p >> (2 * field - 4)) & 0x30);
+  });
 }
 #if defined(__SSE2__)
 struct Acc { __m128i pairs[8]; };  // of column c: k 0 and 1 in lane 2c, k 2 and 3 in lane 2c + 1
 SPOLIA_INLINE Acc start(int32_t x) {
-  Acc acc;
-  for (__m128i& p : acc.pairs) p = _mm_setr_epi32(x, 0, x, 0);
-  return acc;
+  const __m128i p = _mm_setr_epi32(x, 0, x, 0);
+  return {{p, p, p, p, p, p, p, p}};
 }
-SPOLIA_INLINE Acc dot(Acc acc, const W& w, const int8_t* a) {
-  int32_t four;
-  std::memcpy(&four, a, 4);
-  const __m128i bytes = _mm_set1_epi32(four), none = _mm_setzero_si128();
-  const __m128i x = _mm_unpacklo_epi8(bytes, _mm_cmpgt_epi8(none, bytes));  // sign-extended to 16 bits
-  for (int i = 0; i < 4; ++i) {
-    const __m128i v = _mm_load_si128(reinterpret_cast<const __m128i*>(w.bytes + 16 * i));
-    acc.pairs[2 * i] = _mm_add_epi32(acc.pairs[2 * i], _mm_madd_epi16(_mm_unpacklo_epi8(v, none), x));
-    acc.pairs[2 * i + 1] = _mm_add_epi32(acc.pairs[2 * i + 1], _mm_madd_epi16(_mm_unpackhi_epi8(v, none), x));
-  }
-  return acc;
+template <int bits, int count, int R, class Rows, class Weights>
+SPOLIA_INLINE void dots(Acc (&acc)[R], Rows q, Weights weights) {
+  const __m128i none = _mm_setzero_si128();
+  __m128i x[R][count];  // four of a row, twice over, in 16 bits
+  for (int r = 0; r < R; ++r)
+    for (int g = 0; g < count; ++g) {
+      const __m128i bytes = _mm_set1_epi32(four_bytes(q(r) + 4 * g));
+      x[r][g] = _mm_unpacklo_epi8(bytes, _mm_cmpgt_epi8(none, bytes));
+    }
+  unrolled<0, 4>([&]<int i>() SPOLIA_LAMBDA {  // 4 columns: their sums, of 4 rows, fit in registers
+    __m128i low[R], high[R];
+    for (int r = 0; r < R; ++r) low[r] = acc[r].pairs[2 * i], high[r] = acc[r].pairs[2 * i + 1];
+    unrolled<0, count>([&]<int g>() SPOLIA_LAMBDA {
+      const __m128i w = (__m128i)weights.template operator()<g>().v[i];
+      const __m128i a = _mm_unpacklo_epi8(w, none), b = _mm_unpackhi_epi8(w, none);
+      for (int r = 0; r < R; ++r) low[r] = here(_mm_add_epi32(low[r], _mm_madd_epi16(a, x[r][g])));
+      for (int r = 0; r < R; ++r) high[r] = here(_mm_add_epi32(high[r], _mm_madd_epi16(b, x[r][g])));
+    });
+    for (int r = 0; r < R; ++r) acc[r].pairs[2 * i] = low[r], acc[r].pairs[2 * i + 1] = high[r];
+  });
 }
 SPOLIA_INLINE F to_float(const Acc& acc) {
-  alignas(64) float x[16];
-  for (int i = 0; i < 4; ++i) {
+  return four_of([&](int i) SPOLIA_LAMBDA {
     const __m128 a = _mm_castsi128_ps(acc.pairs[2 * i]), b = _mm_castsi128_ps(acc.pairs[2 * i + 1]);
     const __m128i even = _mm_castps_si128(_mm_shuffle_ps(a, b, 0x88)), odd = _mm_castps_si128(_mm_shuffle_ps(a, b, 0xdd));
-    _mm_store_ps(x + 4 * i, _mm_cvtepi32_ps(_mm_add_epi32(even, odd)));
-  }
-  return load(x);
+    return (Floats4)_mm_cvtepi32_ps(_mm_add_epi32(even, odd));
+  });
 }
 #else
 struct Acc { int32_t sums[16]; };
@@ -301,26 +347,32 @@ SPOLIA_INLINE Acc start(int32_t x) {
   for (int32_t& s : acc.sums) s = x;
   return acc;
 }
-SPOLIA_INLINE Acc dot(Acc acc, const W& w, const int8_t* a) {
-  for (int c = 0; c < 16; ++c)
-    for (int t = 0; t < 4; ++t) acc.sums[c] += int32_t(w.bytes[4 * c + t]) * a[t];
-  return acc;
+template <int bits, int count, int R, class Rows, class Weights>
+SPOLIA_INLINE void dots(Acc (&acc)[R], Rows q, Weights weights) {
+  unrolled<0, count>([&]<int g>() SPOLIA_LAMBDA {
+    const W w = weights.template operator()<g>();
+    uint8_t bytes[64];
+    std::memcpy(bytes, &w, 64);
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < 16; ++c)
+        for (int t = 0; t < 4; ++t) acc[r].sums[c] += int32_t(bytes[4 * c + t]) * q(r)[4 * g + t];
+  });
 }
 SPOLIA_INLINE F to_float(const Acc& acc) {
-  alignas(64) float x[16];
-  for (int c = 0; c < 16; ++c) x[c] = float(acc.sums[c]);
-  return load(x);
+  return four_of([&](int i) SPOLIA_LAMBDA {
+    const int32_t* s = acc.sums + 4 * i;
+    return Floats4{float(s[0]), float(s[1]), float(s[2]), float(s[3])};
+  });
 }
 #endif
-SPOLIA_INLINE Acc dot_bytes(Acc acc, const W& w, const int8_t* a) { return dot(acc, w, a); }
 SPOLIA_INLINE F dot_bf16(F acc, const uint8_t* p, const uint8_t* a) {
-  Ints w;
-  std::memcpy(&w, p, 64);
-  int32_t two;
-  std::memcpy(&two, a, 4);
-  const Ints x = Ints{} + two;
-  const Ints even = w << 16, odd = w & int32_t(0xffff0000), x_even = x << 16, x_odd = x & int32_t(0xffff0000);
-  return acc + (F)even * (F)x_even + (F)odd * (F)x_odd;
+  const uint32_t two = uint32_t(four_bytes(a));
+  const Words4 x = {two, two, two, two};
+  const Floats4 x_even = (Floats4)(x << 16), x_odd = (Floats4)(x & 0xffff0000);
+  return four_of([&](int i) SPOLIA_LAMBDA {
+    const Words4 w = load_vector<Words4>(p + 16 * i);
+    return acc.v[i] + (Floats4)(w << 16) * x_even + (Floats4)(w & 0xffff0000) * x_odd;
+  });
 }
 
 // 32 values to the nearest of 255 steps, ties to even; returns the largest magnitude, NaN if a value is not finite.
