@@ -28,6 +28,8 @@ FIELDS = st.dictionaries(st.sampled_from(["a", "ab", "abc", "b"]), VALUES, max_s
         ({"x": None}, {}),
         ({"x": ("a", "b")}, {"x": (("a", "b"),)}),
         ({"x": ()}, {"x": ((),)}),
+        ({"x": ("a", "b")}, {"x": ("asb",)}),  # the frames, not the type marks between, keep these apart
+        ({"a": "x", "b": "y"}, {"a": "xnbsy"}),
     ],
 )
 def test_fields_cannot_be_taken_for_others(one, other):

@@ -50,7 +50,7 @@ class Evictor:
         self._stats.num_evicted_blocks += self._num_free() - before
 
     def prune(self, node: RadixNode) -> None:
-        """Remove a node that has lost its last block, and so on upwards: only where every group has a window."""
+        """Remove a leaf without any block, and so on upwards: there are such only where every group has a window."""
         while (
             node.parent is not None
             and not node.children
@@ -123,8 +123,6 @@ class Evictor:
                 stop = self.interior(node, group) if queue is queues.interior else node.blocks[group].size
                 indices = self.unleased(node, group, stop)
                 wanted = indices[: num_blocks - pool.num_free]
-                if not len(wanted):
-                    continue
                 before = pool.num_free
                 self._tree.give_up(node, group, wanted)
                 self._stats.num_evicted_blocks += pool.num_free - before

@@ -27,6 +27,8 @@ def check_invariants(tree: RadixTree, retention: Retention, evictor: Evictor, le
         _check_node(tree, node)
         if not node.children and evictor.evictable_end(node) < node.end:
             assert node in retention.leaves, "an evictable leaf is not queued"
+        if not node.children and not node.cursors and not any((blocks.view >= 0).any() for blocks in node.blocks):
+            assert all(node in queues.live for queues in retention.window_queues.values()), "a bare leaf is not queued"
     for lease in leases:
         _check_lease(lease)
     num_cursors = sum(len(node.cursors) for node in [*tree.roots.values(), *nodes])
@@ -61,8 +63,6 @@ def _check_node(tree: RadixTree, node: RadixNode) -> None:
         assert cursor.node is node
         assert node.start < cursor.position <= node.end
     assert all(node.start < position <= node.end for position, _ in node.scars)
-    if not node.children and not node.cursors:
-        assert any((blocks.view >= 0).any() for blocks in node.blocks), "a leaf that holds nothing"
 
 
 def _check_lease(lease: Lease) -> None:
