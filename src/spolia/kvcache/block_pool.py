@@ -103,7 +103,7 @@ class BlockPool:
             BlockNotHeldError: if no node keeps one of them.
         """
         holders: Counts = self._holders[ids]
-        if (holders < NODE).any():
+        if np.count_nonzero(holders < NODE):
             raise BlockNotHeldError(f"among blocks {ids.tolist()} is one that no node keeps")
         holders -= NODE
         self._holders[ids] = holders

@@ -390,9 +390,9 @@ class RadixTree:
         else:
             num_kept = 0
             self._unlink(node, node.parent, token, eviction)
-        for pool, blocks in zip(self.pools, node.blocks, strict=True):
+        for pool, blocks, window in zip(self.pools, node.blocks, self.windows, strict=True):
             dropped = blocks.view[num_kept:]
-            pool.drop(dropped[dropped >= 0])
+            pool.drop(dropped if window is None else dropped[dropped >= 0])
             blocks.truncate(num_kept)
         return num_tokens
 
