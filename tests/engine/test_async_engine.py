@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from spolia.engine import AsyncEngine, SamplingParams
-from spolia.errors import Bug, InvalidRequest, Overloaded
+from spolia.errors import Bug, InvalidRequest, ModelError, Overloaded
 
 from .toy import GREEDY, toy_answer, toy_engine
 
@@ -168,6 +168,21 @@ def test_random_aborts_leave_nothing_behind():
         assert finished["length"] > 10
 
     with_engine(test, num_blocks=40, max_context=256)
+
+
+def test_a_prompt_that_the_model_has_no_answer_to_fails_alone():
+    async def test(engine, core):
+        core.executable.poison = 7
+        good = engine.generate([1, 2, 3], GREEDY)
+        bad = engine.generate([1, 2, 7], GREEDY)
+        with pytest.raises(ModelError, match=r"after 3 tokens .* not finite"):
+            await bad.output()
+        assert list((await good.output()).token_ids) == toy_answer([1, 2, 3], 8)
+        assert engine.failure is None
+        assert list((await engine.generate([1, 2, 4], GREEDY).output()).token_ids) == toy_answer([1, 2, 4], 8)
+        assert engine.stats.counters.num_finished["error"] == 1
+
+    with_engine(test)
 
 
 def test_a_failing_step_fails_every_request_and_the_engine():

@@ -60,6 +60,7 @@ class ToyExecutable:
         self.pools: list[NDArray[Any]] = []
         self.num_computed_tokens = 0
         self.error: Exception | None = None  # raised by the next run
+        self.poison: int | None = None  # prefixes with this token have no answer
 
     def set_num_threads(self, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -99,7 +100,7 @@ class ToyExecutable:
                 self._read(pool, table[sequence], 0 if window is None else max(0, length - window), length)
                 for pool, table, window in zip(self.pools, step.block_tables, self.windows, strict=True)
             ]
-            out[:] = _hash_to_logits(views)
+            out[:] = np.nan if self.poison is not None and self.poison in views[0] else _hash_to_logits(views)
 
     def _read(self, pool: NDArray[Any], table: NDArray[np.int32], start: int, stop: int) -> NDArray[np.int32]:
         positions = np.arange(start, stop, dtype=np.int32)

@@ -8,7 +8,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from spolia.errors import Bug
 from spolia.generation import RowSampling, Sampler, SamplingParams, uniform
 
 NO_IDS = np.empty(0, np.int32)
@@ -173,8 +172,11 @@ def test_zero_alternatives_still_report_the_tokens_own_logprob():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_no_numbers_raise(value):
-    logits = logits_of(1, 10)
+def test_a_row_whose_logits_are_no_numbers_gets_no_token_and_the_others_do(value):
+    logits = logits_of(2, 10)
     logits[0, 3] = value
-    with pytest.raises(Bug, match="not finite"):
-        Sampler(10).sample(logits, [row()])
+    expected = int(logits[1].argmax())
+    samples = Sampler(10).sample(logits, [row(logprobs=2), row(temperature=0.0, logprobs=2)])
+    assert samples.token_ids == [None, expected]
+    assert samples.logprobs[0] is None
+    assert samples.logprobs[1] is not None

@@ -85,7 +85,7 @@ def build_engine(
         observer=observer,
         check=config.check,
     )
-    # Everything that KV bits depend on besides the tokens. The digest covers weights, rope settings and tokenizer.
+    # Everything that KV bits depend on besides the tokens. The digest covers weights and config.
     owner = {
         "model": model.digest,
         "kv_dtype": config.kv_dtype,

@@ -12,6 +12,7 @@ from spolia.engine.outputs import Counters, Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request, Sequence
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
+from spolia.errors import ModelError, SpoliaError
 from spolia.generation import Sampler, Samples, TextStream
 from spolia.kernels import Executable
 from spolia.kvcache import KVCache
@@ -86,7 +87,7 @@ class EngineCore:
             max_context=max_context,
         )
         self._by_id: dict[str, Sequence] = {}
-        self._deltas: list[tuple[str, Delta]] = []
+        self._deltas: list[tuple[str, Delta | SpoliaError]] = []
         self._num_steps = self._num_computed = self._num_recomputed = self._num_generated = self._num_preemptions = 0
         self._num_prompt = self._num_cached = 0
         self._num_finished: Counter[str] = Counter()
@@ -128,8 +129,11 @@ class EngineCore:
         for request_id in list(self._by_id):
             self.abort(request_id)
 
-    def step(self) -> list[tuple[str, Delta]]:
-        """Run one step, if there is something to compute; what has been generated, or ended, since the last one."""
+    def step(self) -> list[tuple[str, Delta | SpoliaError]]:
+        """Run one step, if there is something to compute; what has been generated, or ended, since the last one.
+
+        A request ends with a delta that carries its output, or with an error that is its alone.
+        """
         if self._by_id:
             started_s = self._clock()
             plan = self._scheduler.plan_step()
@@ -178,6 +182,9 @@ class EngineCore:
         for sequence, token_id, logprobs in zip(sampled, samples.token_ids, samples.logprobs, strict=True):
             if sequence.first_token_s is None:
                 sequence.first_token_s = now_s
+            if token_id is None:
+                self._fail(sequence)
+                continue
             text = sequence.append(token_id)
             if logprobs is None:
                 delta = Delta(text, (token_id,))
@@ -198,6 +205,18 @@ class EngineCore:
         self._deltas.append((output.request_id, Delta(last.text, last.token_ids, last.logprobs, output)))
         if self._observer is not None:
             self._observer.on_finish(output)
+
+    def _fail(self, sequence: Sequence) -> None:
+        """End a request for which the model has no answer. Others go on: only its own prefix has its KV."""
+        self._scheduler.finish(sequence)
+        request_id = sequence.request.request_id
+        del self._by_id[request_id]
+        self._num_finished["error"] += 1
+        error = ModelError(
+            f"after {sequence.num_tokens} tokens the model's logits are not finite numbers: the model file is broken, "
+            "or its values leave the KV type's range; try kv_dtype f32"
+        )
+        self._deltas.append((request_id, error))
 
     def _count(self, plan: StepPlan, num_sampled: int, duration_s: float) -> None:
         num_tokens = sum(stop - start for _, start, stop in plan.entries)

@@ -143,13 +143,13 @@ class EngineThread(Generic[S]):
         self._core.abort_all()
         self._is_closed = True
 
-    def _publish(self, deltas: Sequence[tuple[str, Delta]]) -> None:
+    def _publish(self, deltas: Sequence[tuple[str, Delta | SpoliaError]]) -> None:
         if not deltas:
             return
         with self._changed:
             events = [(self._sinks[request_id], delta) for request_id, delta in deltas]
             for request_id, delta in deltas:
-                if delta.output is not None:
+                if isinstance(delta, SpoliaError) or delta.output is not None:
                     del self._sinks[request_id]
             if not self._sinks:
                 self._changed.notify_all()

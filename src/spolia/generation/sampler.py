@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spolia.errors import Bug
 from spolia.generation.params import SamplingParams
 from spolia.generation.uniform import uniform
 
@@ -53,9 +52,12 @@ class TokenLogprobs(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """One entry a row; `logprobs` is None where the row did not ask."""
+    """One entry a row; `logprobs` is None where the row did not ask.
 
-    token_ids: list[int]
+    A token id is None where the row's best logit is not a finite number: no token would be right.
+    """
+
+    token_ids: list[int | None]
     logprobs: list[TokenLogprobs | None]
 
 
@@ -77,29 +79,26 @@ class Sampler:
         Args:
             logits: float32 `[len(rows), vocab_size]`; overwritten where a row has banned ids.
             rows: in the order of `logits`.
-
-        Raises:
-            Bug: a row's best logit is not a finite number: the model is broken, and no token would be right.
         """
         before = {
             index: self._distribution(logits[index], row.params.logprobs)
             for index, row in enumerate(rows)
-            if row.params.logprobs is not None
+            if row.params.logprobs is not None and np.isfinite(logits[index].max())
         }
         for index, row in enumerate(rows):
             if len(row.banned_ids):
                 logits[index, row.banned_ids] = -np.inf
         best = logits.argmax(axis=1)
-        if not np.isfinite(logits[np.arange(len(rows)), best]).all():
-            raise Bug("the model's logits are not finite numbers: its weights or a kernel are broken")
-        token_ids: list[int] = best.tolist()
-        for index, row in enumerate(rows):
-            if not row.params.is_greedy:
-                token_ids[index] = self._draw(logits[index], token_ids[index], row)
+        is_finite = np.isfinite(logits[np.arange(len(rows)), best])
+        token_ids: list[int | None] = [None] * len(rows)
+        for index, (row, best_id) in enumerate(zip(rows, best.tolist(), strict=True)):
+            if is_finite[index]:
+                token_ids[index] = best_id if row.params.is_greedy else self._draw(logits[index], best_id, row)
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         for index, (log_normaliser, top) in before.items():
             token_id = token_ids[index]
-            logprobs[index] = TokenLogprobs(token_id, float(logits[index, token_id]) - log_normaliser, top)
+            if token_id is not None:
+                logprobs[index] = TokenLogprobs(token_id, float(logits[index, token_id]) - log_normaliser, top)
         return Samples(token_ids, logprobs)
 
     def _distribution(self, logits: NDArray[np.float32], num_top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
