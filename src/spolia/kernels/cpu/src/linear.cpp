@@ -41,8 +41,16 @@ SPOLIA_INLINE void add_part(const uint8_t* p, typename Type::Head head, const Ro
   }
 }
 
+// Weights come from memory once, in order; the hardware looks ahead less far than a block takes with several rows.
+constexpr int64_t kPrefetchBytes = 4608;
+
+template <int64_t num_bytes>
+SPOLIA_INLINE void prefetch(const uint8_t* w) {
+  for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(w + kPrefetchBytes + i);
+}
+
 // out += the products of `num_blocks` blocks of a tile with R rows, in order of k.
-template <class Type, int planes, int R>
+template <class Type, int planes, bool from_memory, int R>
 SPOLIA_INLINE void add_blocks(const uint8_t* w, int64_t num_blocks, const uint8_t* rows, size_t row_bytes, F (&out)[R]) {
   const Row<planes>* x[R];
   for (int r = 0; r < R; ++r) x[r] = reinterpret_cast<const Row<planes>*>(rows + size_t(r) * row_bytes);
@@ -50,6 +58,7 @@ SPOLIA_INLINE void add_blocks(const uint8_t* w, int64_t num_blocks, const uint8_
     const typename Type::Head head = Type::head(w);
     w += Type::head_bytes;
     for (int part = 0; part < Type::num_parts; ++part, w += Type::part_bytes) {
+      if constexpr (from_memory) prefetch<Type::part_bytes>(w);
       add_part<Type, planes, R>(w, head, x, out);
       for (int r = 0; r < R; ++r) ++x[r];
     }
@@ -64,7 +73,7 @@ struct Quantised {
   template <int R>
   SPOLIA_INLINE void tile(const uint8_t* w, int64_t k, const uint8_t* rows, size_t row_bytes, F (&out)[R]) {
     for (int r = 0; r < R; ++r) out[r] = zero();
-    add_blocks<Type, planes>(w, k / kTypeK<Type>, rows, row_bytes, out);
+    add_blocks<Type, planes, true>(w, k / kTypeK<Type>, rows, row_bytes, out);
   }
 };
 
@@ -85,6 +94,7 @@ struct Floats {
       for (int r = 0; r < R; ++r) sums[c][r] = zero();
     const int64_t num_turns = int64_t(bytes_of_tile(k)) / (Type::step_bytes * kChains);
     for (int64_t i = 0; i < num_turns; ++i) {
+      prefetch<kChains * Type::step_bytes>(w);
       unrolled<0, kChains>([&]<int c>() SPOLIA_LAMBDA { Type::add_step(w + c * Type::step_bytes, rows + c * Type::row_step_bytes, row_bytes, sums[c]); });
       w += kChains * Type::step_bytes;
       rows += kChains * Type::row_step_bytes;
@@ -188,7 +198,7 @@ template <class Type, int planes, int R>
 void group_of_panel(const typename Unpacked<Type>::Part* panel, int64_t num_parts, const uint8_t* rows, size_t row_bytes, float (*sums)[kTile]) {
   F out[R];
   for (int r = 0; r < R; ++r) out[r] = load(sums[r]);
-  add_blocks<Unpacked<Type>, planes>(reinterpret_cast<const uint8_t*>(panel), num_parts, rows, row_bytes, out);
+  add_blocks<Unpacked<Type>, planes, false>(reinterpret_cast<const uint8_t*>(panel), num_parts, rows, row_bytes, out);
   for (int r = 0; r < R; ++r) store(sums[r], out[r]);
 }
 
@@ -197,7 +207,10 @@ void unpack_panel(const uint8_t* w, int64_t num_parts, typename Unpacked<Type>::
   for (int64_t i = 0; i < num_parts;) {
     const typename Type::Head head = Type::head(w);
     w += Type::head_bytes;
-    for (int part = 0; part < Type::num_parts; ++part, ++i, w += Type::part_bytes) Unpacked<Type>::unpack(w, head, panel[i]);
+    for (int part = 0; part < Type::num_parts; ++part, ++i, w += Type::part_bytes) {
+      prefetch<Type::part_bytes>(w);
+      Unpacked<Type>::unpack(w, head, panel[i]);
+    }
   }
 }
 
