@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from spolia.cli.flags import EngineFlags, SamplingFlags, parse_size
+from spolia.bench import WORKLOADS
+from spolia.cli.flags import CHAT_DEFAULTS, GENERATE_DEFAULTS, EngineFlags, SamplingFlags, parse_size
 from spolia.engine import EngineConfig, SamplingParams
+from spolia.server import ServerConfig
 
 SMALL = ["--kv-memory", "64MiB", "--max-context", "1024"]
 
@@ -66,6 +68,15 @@ def test_help_names_every_subcommand():
     result = spolia("--help")
     assert result.returncode == 0
     assert all(name in result.stdout for name in ("serve", "generate", "chat", "pull", "models", "bench"))
+
+
+def test_help_says_the_defaults_that_hold():
+    serve, bench, chat = (" ".join(spolia(name, "--help").stdout.split()) for name in ("serve", "bench", "chat"))
+    settings = ServerConfig()
+    assert all(f"Default: {value}" in serve for value in (settings.host, settings.port, settings.max_waiting))
+    assert all(name in bench for name in WORKLOADS)
+    assert f"Default: {GENERATE_DEFAULTS['max_tokens']}; for chat {CHAT_DEFAULTS['max_tokens']}." in chat
+    assert f"Default: {GENERATE_DEFAULTS['temperature']:g}; for chat {CHAT_DEFAULTS['temperature']}." in chat
 
 
 def test_engine_flags_are_fields_of_the_engines_settings():
@@ -149,6 +160,16 @@ def test_chat_needs_a_chat_template(gemma3_path: Path):
 
 def test_pull_prints_where_the_model_is(smollm2_path: Path):
     assert spolia("pull", "smollm2").stdout.strip() == str(smollm2_path)
+
+
+def test_a_log_is_told_what_a_start_waits_for(smollm2_path: Path, tmp_path: Path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "smollm2.gguf").symlink_to(smollm2_path)
+    environment = {"SPOLIA_CACHE": str(tmp_path)}
+    assert re.fullmatch(
+        r"checking smollm2: \d+ of 98 MB are here\n", spolia("pull", "smollm2", environment=environment).stderr
+    )
+    assert spolia("pull", "smollm2", environment=environment).stderr == ""
 
 
 def test_models_lists_what_has_a_name():

@@ -41,7 +41,13 @@ app = typer.Typer(
 models_app = typer.Typer(help="List the models that have a name, or remove one.", rich_markup_mode=None)
 app.add_typer(models_app, name="models")
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A name, a path, or hf:owner/repo[/file].")]
+_ONLY = (
+    "Which of decode_b1, prefill_1024, warm_2048, batch_128_64, shared_prefix and multiturn to run, with commas; "
+    "beginnings will do. Default: all."
+)
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A name that `spolia models` lists, a path, or hf:owner/repo[/file].")
+]
 
 
 def main() -> None:
@@ -79,8 +85,12 @@ def serve(
         str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1, this machine only.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Default: 8000; 0 takes a free one.")] = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model. Default: as you name it.")] = None,
-    max_waiting: Annotated[int | None, typer.Option(help="Requests that may queue; the next is answered 429.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model. Default: MODEL, or its file's name.")
+    ] = None,
+    max_waiting: Annotated[
+        int | None, typer.Option(help="Requests that may queue; the next is answered 429. Default: 1024.")
+    ] = None,
     kv_dtype: KvDtypeFlag = None,
     kv_memory: KvMemoryFlag = None,
     threads: ThreadsFlag = None,
@@ -99,7 +109,7 @@ def serve(
 @app.command()
 def generate(
     model: ModelArgument,
-    prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help='The prompt; "-" reads it from standard input.')],
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
     max_tokens: MaxTokensFlag = None,
@@ -115,7 +125,7 @@ def generate(
     max_context: MaxContextFlag = None,
     check: CheckFlag = None,
 ) -> None:
-    """Answer one PROMPT: text to standard output, figures to standard error."""
+    """Answer one PROMPT. The text goes to standard output, figures to standard error."""
     from spolia.cli.generate import run
 
     sampling = SamplingFlags(
@@ -144,7 +154,7 @@ def chat(
     max_context: MaxContextFlag = None,
     check: CheckFlag = None,
 ) -> None:
-    """Talk to MODEL, a line at a time; each turn shows how much of the conversation was reused."""
+    """Talk to MODEL. One line is one message; each answer shows how much of the conversation was reused."""
     from spolia.cli.chat import run
 
     sampling = SamplingFlags(
@@ -173,7 +183,7 @@ def models(context: typer.Context) -> None:
 
 
 @models_app.command("rm")
-def remove(name: Annotated[str, typer.Argument(help="As `spolia models` lists it.")]) -> None:
+def remove(name: Annotated[str, typer.Argument(metavar="NAME", help="As `spolia models` lists it.")]) -> None:
     """Delete a model's file from the cache folder."""
     from spolia.cli.models import remove
 
@@ -183,12 +193,15 @@ def remove(name: Annotated[str, typer.Argument(help="As `spolia models` lists it
 @app.command()
 def bench(
     source: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Serve this model for the run, where there is no --url.")
+        str | None, typer.Argument(metavar="MODEL", help="Serve this model for the run, where there is no --url.")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="A server with OpenAI's /v1/completions, Spolia or not.")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="A server with OpenAI's /v1/completions, Spolia or not; /v1 at the end is optional."),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Its model. Default: the first that it lists.")] = None,
     vocab: Annotated[int | None, typer.Option(help="Vocabulary size. Default: what the server says, or 32000.")] = None,
-    only: Annotated[str, typer.Option(help="Workloads to run, as a list with commas; beginnings will do.")] = "",
+    only: Annotated[str, typer.Option(help=_ONLY)] = "",
     concurrency: Annotated[int, typer.Option(help="Streams at once in the batch workloads.", min=1)] = 16,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 7,
     label: Annotated[str, typer.Option(help="Put into each line of JSON.")] = "",
@@ -197,7 +210,7 @@ def bench(
     threads: ThreadsFlag = None,
     max_context: MaxContextFlag = None,
 ) -> None:
-    """Measure a server with six KV-cache workloads: a line of JSON each, and a table."""
+    """Measure a server with KV-cache workloads. Prints a line of JSON for each, and a table."""
     from spolia.cli.bench import Target, run
 
     engine = EngineFlags(kv_dtype=kv_dtype, kv_memory=kv_memory, num_threads=threads, max_context=max_context)

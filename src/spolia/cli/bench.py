@@ -54,7 +54,8 @@ def run(target: Target, *, only: Sequence[str], concurrency: int, seed: int, lab
         raise InvalidRequest("name a model to serve, or a running server with --url")
     try:
         if target.url is not None:
-            measurements = asyncio.run(_measure(target.url, target, only, concurrency, seed, label))
+            url = target.url.rstrip("/").removesuffix("/v1")  # as clients are given it, or as it is
+            measurements = asyncio.run(_measure(url, target, only, concurrency, seed, label))
         else:
             with _server(target) as url:
                 measurements = asyncio.run(_measure(url, target, only, concurrency, seed, label))

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TypeAlias
 
-from spolia.cli.flags import EngineFlags, SamplingFlags
+from spolia.cli.flags import CHAT_DEFAULTS, EngineFlags, SamplingFlags
 from spolia.cli.generate import figures
 from spolia.cli.models import fetch
 from spolia.engine import LLM, SamplingParams
@@ -16,8 +16,6 @@ __all__ = ["run"]
 
 Messages: TypeAlias = list[dict[str, str]]
 
-_MAX_TOKENS = 1024
-_TEMPERATURE = 0.7
 _HELP = "/reset forgets the conversation · /quit or Ctrl-D ends · Ctrl-C stops an answer"
 
 
@@ -28,7 +26,7 @@ def run(source: str, *, system: str | None, sampling: SamplingFlags, engine: Eng
         ModelError: the model cannot be had or read.
         InvalidRequest: a flag that is impossible, or a base model.
     """
-    params = sampling.params(max_tokens=_MAX_TOKENS, temperature=_TEMPERATURE)
+    params = sampling.params(**CHAT_DEFAULTS)
     config = engine.config()
     fetch(source)
     with LLM(source, config) as llm:

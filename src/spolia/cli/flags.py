@@ -1,4 +1,7 @@
-"""Flags that several subcommands share. A flag left out is None, so every default has one home: the settings' class."""
+"""Flags that several subcommands share.
+
+A flag left out is None, so every default has one home: the settings' class, or the subcommand's defaults here.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ if TYPE_CHECKING:
     from spolia.engine import EngineConfig, SamplingParams
 
 __all__ = [
+    "CHAT_DEFAULTS",
+    "GENERATE_DEFAULTS",
     "CheckFlag",
     "EngineFlags",
     "KvDtypeFlag",
@@ -29,6 +34,10 @@ __all__ = [
     "parse_size",
 ]
 
+# The likeliest answer: the same words for whoever tries it.
+GENERATE_DEFAULTS: dict[str, Any] = {"max_tokens": 512, "temperature": 0.0}
+CHAT_DEFAULTS: dict[str, Any] = {"max_tokens": 1024, "temperature": 0.7}
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]i?|)b?", re.IGNORECASE)
 
@@ -45,29 +54,53 @@ def parse_size(text: str) -> int:
     return int(float(match["number"]) * _UNITS[match["unit"].lower()])
 
 
+def _defaults(name: str) -> str:
+    return f"Default: {GENERATE_DEFAULTS[name]:g}; for chat {CHAT_DEFAULTS[name]:g}."
+
+
 KvDtypeFlag = Annotated[
     str | None, typer.Option("--kv-dtype", metavar="TYPE", help="Keep keys and values as bf16 (default), f16 or f32.")
 ]
 KvMemoryFlag = Annotated[
     int | None,
-    typer.Option("--kv-memory", metavar="SIZE", parser=parse_size, help="Memory for the KV cache, like 2GiB."),
+    typer.Option(
+        "--kv-memory",
+        metavar="SIZE",
+        parser=parse_size,
+        help="Memory for the KV cache, like 2GiB. Default: what it can use, up to a quarter of what is available.",
+    ),
 ]
 ThreadsFlag = Annotated[int | None, typer.Option("--threads", help="Compute threads. Default: one per physical core.")]
 MaxContextFlag = Annotated[
-    int | None, typer.Option("--max-context", help="Most tokens of a prompt and its answer. Default: the model's own.")
+    int | None,
+    typer.Option(
+        "--max-context", help="Most tokens of a prompt and its answer. Default: the model's own, or as many as fit."
+    ),
 ]
 CheckFlag = Annotated[
     bool | None, typer.Option("--check", help="Verify every invariant of the cache after each step. Slow.")
 ]
-MaxTokensFlag = Annotated[int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
-TemperatureFlag = Annotated[
-    float | None, typer.Option("--temperature", "-t", help="0 takes the most likely token each time.")
+MaxTokensFlag = Annotated[
+    int | None, typer.Option("--max-tokens", "-n", help=f"Most tokens to generate. {_defaults('max_tokens')}")
 ]
-TopKFlag = Annotated[int | None, typer.Option("--top-k", help="Only the k most likely tokens.")]
-TopPFlag = Annotated[float | None, typer.Option("--top-p", help="Only the likeliest tokens of this total probability.")]
-MinPFlag = Annotated[float | None, typer.Option("--min-p", help="Only tokens this likely relative to the likeliest.")]
-SeedFlag = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer.")]
-StopFlag = Annotated[list[str] | None, typer.Option("--stop", help="End at this text; may be repeated.")]
+TemperatureFlag = Annotated[
+    float | None,
+    typer.Option("--temperature", "-t", help=f"0 takes the most likely token each time. {_defaults('temperature')}"),
+]
+TopKFlag = Annotated[int | None, typer.Option("--top-k", help="Only the k most likely tokens. Default: all.")]
+TopPFlag = Annotated[
+    float | None, typer.Option("--top-p", help="Only the likeliest tokens of this total probability. Default: 1, all.")
+]
+MinPFlag = Annotated[
+    float | None,
+    typer.Option("--min-p", help="Only tokens this likely relative to the likeliest. Default: 0, all."),
+]
+SeedFlag = Annotated[
+    int | None, typer.Option("--seed", help="The same seed gives the same answer. Default: a new one each time.")
+]
+StopFlag = Annotated[
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="End at this text; may be repeated.")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

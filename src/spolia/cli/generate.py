@@ -5,16 +5,12 @@ from __future__ import annotations
 import sys
 import time
 
-from spolia.cli.flags import EngineFlags, SamplingFlags
+from spolia.cli.flags import GENERATE_DEFAULTS, EngineFlags, SamplingFlags
 from spolia.cli.models import fetch
 from spolia.engine import LLM, RequestOutput
 from spolia.errors import InvalidRequest
 
 __all__ = ["figures", "run"]
-
-_MAX_TOKENS = 512
-# The likeliest answer: the same words for whoever tries it.
-_TEMPERATURE = 0.0
 
 
 def run(
@@ -27,7 +23,7 @@ def run(
         InvalidRequest: a flag or a prompt that is impossible.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
-    params = sampling.params(max_tokens=_MAX_TOKENS, temperature=_TEMPERATURE)
+    params = sampling.params(**GENERATE_DEFAULTS)
     config = engine.config()
     fetch(source)
     with LLM(source, config) as llm:

@@ -1,7 +1,8 @@
-"""`spolia pull` and `spolia models`, and the progress bar of whatever has to be fetched first."""
+"""`spolia pull` and `spolia models`, and how it is shown that something has to be fetched first."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +19,13 @@ __all__ = ["fetch", "remove", "show"]
 
 
 def fetch(source: str) -> Path:
-    """The model's file or folder, on this machine; a bar on standard error if that takes anything.
+    """The model's file or folder, on this machine; a bar on standard error if that takes anything, lines in a log.
 
     Raises:
         ModelError: there is no such model, or it cannot be had.
     """
+    if not sys.stderr.isatty():
+        return pull(source, progress=_Lines())
     with _bar() as bar:
         return pull(source, progress=bar)
 
@@ -36,7 +39,7 @@ def show() -> None:
     table.add_column("model")
     table.add_column("size", justify="right")
     table.add_column("here")
-    table.add_column("licence")
+    table.add_column("licence", overflow="fold")  # some are an address
     table.add_column("what it is")
     for listing in list_models():
         here = "yes" if listing.path else f"{listing.partial_bytes / 1e6:.0f} MB" if listing.partial_bytes else ""
@@ -52,6 +55,19 @@ def remove(name: str) -> None:
         ModelError: nothing of that name is here.
     """
     print(f"{name}: {remove_model(name) / 1e6:.0f} MB freed")
+
+
+class _Lines:
+    """A line for each thing that is being done: a log shows no bar, and silence looks like a hang."""
+
+    def __init__(self) -> None:
+        self._activity = ""
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.activity != self._activity:
+            self._activity = progress.activity
+            done, total = progress.done_bytes / 1e6, progress.total_bytes / 1e6
+            print(f"{progress.activity}: {done:.0f} of {total:.0f} MB are here", file=sys.stderr, flush=True)
 
 
 class _Bar:
