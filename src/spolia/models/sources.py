@@ -117,7 +117,7 @@ BUILTINS: dict[str, Builtin] = {
             sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
             num_bytes=491_400_064,
             licence="Apache-2.0",
-            note="Qwen2.5 Coder 0.5B Instruct, Q4_K_M: code, chat and tools",
+            note="Qwen2.5 Coder 0.5B Instruct, Q4_K_M: code and chat",
         ),
         Builtin(
             name="qwen2.5-coder:1.5b",
@@ -126,7 +126,7 @@ BUILTINS: dict[str, Builtin] = {
             sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
             num_bytes=1_117_320_768,
             licence="Apache-2.0",
-            note="Qwen2.5 Coder 1.5B Instruct, Q4_K_M: code, chat and tools",
+            note="Qwen2.5 Coder 1.5B Instruct, Q4_K_M: code and chat",
         ),
     )
 }

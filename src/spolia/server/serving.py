@@ -6,7 +6,6 @@ import asyncio
 import logging
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -55,7 +54,6 @@ class _Server(uvicorn.Server):
         self._models: ServedModels = app.state.models
         self._engines = engines
         self._num_signals = 0
-        self._began_s = time.perf_counter()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -74,8 +72,11 @@ class _Server(uvicorn.Server):
         if future.exception() is not None:
             self.should_exit = True
             return
-        context = future.result().config.max_context
-        logger.info("ready model=%s max_context=%s load_s=%.2f", name, context, time.perf_counter() - self._began_s)
+        config = future.result().config
+        kv_mb = (config.kv_memory or 0) / 1e6
+        logger.info(
+            "ready model=%s max_context=%s kv_mb=%.0f threads=%s", name, config.max_context, kv_mb, config.num_threads
+        )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """In place of uvicorn's, which would end the process by the signal after draining."""
