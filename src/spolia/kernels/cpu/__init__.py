@@ -89,8 +89,8 @@ class CpuExecutable:
         """Times the steps run inside: seconds by kind of work, waiting included, filled in at the end.
 
             with executable.profile() as seconds:
-            executable.run(step, logits)
-        print(seconds)  # {"rms_norm prepare": 0.0001, "attn_q.weight attn_k.weight attn_v.weight": 0.0007, ...}
+                executable.run(step, logits)
+            print(seconds)  # {"rms_norm prepare": 0.0001, "attn_q.weight attn_k.weight attn_v.weight": 0.0007, ...}
         """
         seconds: dict[str, float] = {}
         self._native.take_profile()
