@@ -88,9 +88,9 @@ class CpuExecutable:
     def profile(self) -> Iterator[dict[str, float]]:
         """Times the steps run inside: seconds by kind of work, waiting included, filled in at the end.
 
-            with executable.profile() as seconds:
-                executable.run(step, logits)
-            print(seconds)  # {"rms_norm prepare": 0.0001, "attn_q.weight attn_k.weight attn_v.weight": 0.0007, ...}
+        with executable.profile() as seconds:
+            executable.run(step, logits)
+        print(seconds)  # {"rms_norm prepare": 0.0001, "attn_q.weight attn_k.weight attn_v.weight": 0.0007, ...}
         """
         seconds: dict[str, float] = {}
         self._native.take_profile()
