@@ -28,6 +28,12 @@ def test_a_token_id_out_of_range_is_refused(wrong):
     assert error.param == "prompt"
 
 
+def test_parameters_of_another_kind_are_refused():
+    error = refusal(toy_engine(), [1, 2], {"max_tokens": 5})
+    assert error.param == "params"
+    assert "SamplingParams" in str(error)
+
+
 def test_the_message_names_the_token_and_the_range():
     assert "token 2 of the prompt has id 999" in str(refusal(toy_engine(), [1, 2, 999]))
     assert "0 to 256" in str(refusal(toy_engine(), [1, 2, 999]))

@@ -206,6 +206,13 @@ def test_a_template_for_tools_is_taken_where_tools_are_given() -> None:
 # ------------------------------------------------------------------------------------------------------- what it says
 
 
+@pytest.mark.parametrize("messages", [[], "hello", ["hello"]])
+def test_what_is_no_conversation_is_the_requests_error(smollm2: ChatTemplate, messages: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        smollm2.render(messages)
+    assert caught.value.param == "messages"
+
+
 def test_a_templates_refusal_is_the_requests_error() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="does not take these messages: roles must alternate") as caught:

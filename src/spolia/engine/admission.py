@@ -55,7 +55,9 @@ class Admission:
         Raises:
             InvalidRequest: it cannot, ever; says which value, which limit and what to do.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"params is {params!r}; give SamplingParams(...)", param="params")
         token_ids = self._token_ids(prompt)
         final_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
         if params.min_tokens and len(final_ids) >= self.vocab_size:

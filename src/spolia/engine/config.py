@@ -50,5 +50,9 @@ class EngineConfig:
             )
         for name in ("kv_memory", "num_threads", "max_context", "max_batch_tokens", "max_sequences"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InvalidRequest(f"{name} is {value!r}; it must be an integer", param=name)
+            if value < 1:
                 raise InvalidRequest(f"{name} is {value}; it must be at least 1", param=name)

@@ -88,6 +88,14 @@ class ChatTemplate:
             InvalidRequest: the template refuses the messages, or cannot make sense of them.
             ModelError: the template is broken, or wants more work than an honest one.
         """
+        if not messages:
+            raise InvalidRequest("messages is empty; give at least one", param="messages")
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise InvalidRequest(
+                    f"messages[{index}] is {message!r}; a message is like {{'role': 'user', 'content': 'Hello'}}",
+                    param="messages",
+                )
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
         values = {
             **self._special_tokens,
