@@ -318,6 +318,44 @@ def test_the_list_says_what_is_here(toy: Builtin) -> None:
     assert (listing.path, listing.num_bytes, listing.licence) == (path, len(CONTENT), "none")
 
 
+@pytest.mark.parametrize("source", ["", "~nobody-of-that-name/model.gguf"])
+def test_a_source_that_leads_nowhere_is_refused(source: str) -> None:
+    with pytest.raises(ModelError, match=r"no model is called ''|there is no file or folder ~nobody"):
+        resolve(source)
+
+
+def test_a_pipe_is_no_model_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match="there is no file or folder"):
+        resolve(tmp_path / "model.gguf")
+
+
+def test_only_files_are_listed(toy: Builtin) -> None:
+    (models_folder() / "folder.gguf").mkdir(parents=True)
+    (models_folder() / "gone.gguf").symlink_to("nowhere")
+    assert not {"folder", "gone"} & {listing.name for listing in list_models()}
+
+
+@pytest.mark.parametrize("ask", [resolve, pull, remove])
+def test_a_path_that_the_system_refuses_is_told_in_one_line(toy: Builtin, ask: Callable[[str], object]) -> None:
+    models_folder().mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"x+\.gguf: File name too long; check"):
+        ask("x" * 300)
+
+
+def test_a_cache_folder_that_the_system_refuses_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPOLIA_CACHE", "/" + "x" * 300)
+    with pytest.raises(ModelError, match="File name too long; check"):
+        list_models()
+
+
+def test_nothing_is_removed_where_the_cache_folder_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPOLIA_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match="lists what is"):
+        remove("smollm2")
+
+
 def test_what_is_removed_is_gone(toy: Builtin) -> None:
     path = put_there()
     assert remove(toy.name) >= len(CONTENT)

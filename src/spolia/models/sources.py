@@ -184,19 +184,20 @@ def resolve(source: str | Path, progress: ProgressCallback | None = None) -> Pat
         ModelError: there is no such model, or it cannot be fetched or is damaged; the message says what to do.
     """
     report = progress or (lambda _: None)
-    if isinstance(source, Path):
-        return _existing(source)
-    if source.startswith("hf:"):
-        return _pull_from_hub(source)
-    if (builtin := BUILTINS.get(source.lower())) is not None:
-        return _pull_builtin(builtin, report)
-    if Path(source).expanduser().exists():
-        return Path(source).expanduser()
-    if _is_plain_name(source) and (kept := models_folder() / f"{source}.gguf").is_file():
-        return kept
-    if os.sep in source or source.endswith((".gguf", ".safetensors")):
-        return _existing(Path(source))
-    raise _unknown(source)
+    with _told():
+        if isinstance(source, Path):
+            return _existing(source)
+        if source.startswith("hf:"):
+            return _pull_from_hub(source)
+        if (builtin := BUILTINS.get(source.lower())) is not None:
+            return _pull_builtin(builtin, report)
+        if source and os.path.exists(path := os.path.expanduser(source)):
+            return _existing(Path(path))
+        if _is_plain_name(source) and (kept := models_folder() / f"{source}.gguf").is_file():
+            return kept
+        if os.sep in source or source.endswith((".gguf", ".safetensors")):
+            return _existing(Path(source))
+        raise _unknown(source)
 
 
 def pull(source: str | Path, *, progress: ProgressCallback | None = None) -> Path:
@@ -205,37 +206,40 @@ def pull(source: str | Path, *, progress: ProgressCallback | None = None) -> Pat
 
 
 def list_models() -> list[ModelListing]:
-    """The built-in models and whatever else is in the cache folder."""
-    folder = models_folder()
-    listings = []
+    """The built-in models and whatever else is in the cache folder.
+
+    Raises:
+        ModelError: the cache folder cannot be read.
+    """
+    with _told():
+        return [*_list_built_in(), *_list_others()]
+
+
+def _list_built_in() -> Iterator[ModelListing]:
     for builtin in BUILTINS.values():
-        path = folder / builtin.file_name
-        listings.append(
-            ModelListing(
-                name=builtin.name,
-                num_bytes=builtin.num_bytes,
-                path=path if path.is_file() else None,
-                partial_bytes=_State.read(path).num_bytes,
-                licence=builtin.licence,
-                note=builtin.note,
-            )
+        path = models_folder() / builtin.file_name
+        yield ModelListing(
+            name=builtin.name,
+            num_bytes=builtin.num_bytes,
+            path=path if path.is_file() else None,
+            partial_bytes=_State.read(path).num_bytes,
+            licence=builtin.licence,
+            note=builtin.note,
         )
+
+
+def _list_others() -> Iterator[ModelListing]:
     built_in = {builtin.file_name for builtin in BUILTINS.values()}
-    others = sorted(path for path in folder.glob("*.gguf") if path.name not in built_in)
-    return [
-        *listings,
-        *(
-            ModelListing(name=path.stem, num_bytes=path.stat().st_size, path=path, note="put here by you")
-            for path in others
-        ),
-    ]
+    for path in sorted(models_folder().glob("*.gguf")):
+        if path.name not in built_in and path.is_file():
+            yield ModelListing(name=path.stem, num_bytes=path.stat().st_size, path=path, note="put here by you")
 
 
 def remove(name: str) -> int:
     """Delete a model's file from the cache folder, and what an interrupted pull left; returns the bytes freed.
 
     Raises:
-        ModelError: nothing of that name is there.
+        ModelError: nothing of that name is there, or it cannot be deleted.
     """
     builtin = BUILTINS.get(name.lower())
     if builtin is None and not _is_plain_name(name):
@@ -244,9 +248,10 @@ def remove(name: str) -> int:
     freed = 0
     found = False
     for leftover in (path, _partial(path), _State.path(path), _record(path)):
-        with contextlib.suppress(FileNotFoundError):
-            freed += leftover.stat().st_size
+        with _told(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            num_bytes = leftover.stat().st_size
             leftover.unlink()
+            freed += num_bytes
             found = True
     if not found:
         raise ModelError(f"{name!r} is not in {models_folder()}; `spolia models` lists what is")
@@ -254,10 +259,23 @@ def remove(name: str) -> int:
 
 
 def _existing(path: Path) -> Path:
-    path = path.expanduser()
-    if not path.exists():
+    path = Path(os.path.expanduser(path))
+    if not path.is_file() and not path.is_dir():  # a pipe or a device cannot be mapped, and may never end
         raise ModelError(f"there is no file or folder {path}")
     return path
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """The system's refusal of a path, as a ModelError. An error that names no path is the callback's, or ours."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise ModelError(
+            f"{error.filename}: {error.strerror}; check its permissions and those of the folders above it"
+        ) from error
 
 
 def _is_plain_name(name: str) -> bool:
