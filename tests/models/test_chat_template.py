@@ -140,6 +140,7 @@ def test_the_date_is_the_clocks() -> None:
 def test_other_variables_reach_the_template() -> None:
     template = ChatTemplate("{{ 'think' if enable_thinking else 'act' }}")
     assert template.render(user("Hi"), enable_thinking=True) == "think"
+    assert template.render(user("Hi"), self=1, enable_thinking=True) == "think"
     assert template.render(user("Hi")) == "act"
 
 

@@ -119,6 +119,8 @@ BAD_CHATS = [
     ({"tools": "weather"}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
+    ({"chat_template_kwargs": {"messages": HELLO}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
 ]
 
 
@@ -235,6 +237,18 @@ def test_a_full_queue_is_429_with_a_time_to_come_back():
             assert check_shape(response)["code"] == "overloaded"
         eventually(lambda: metric(url, "spolia_requests_running") == 0)
         assert post(url, COMPLETIONS, body).status_code == 200
+    asyncio.run(engine.aclose())
+
+
+@pytest.mark.parametrize(("fields", "param"), [({"prompt": ["x"] * 3}, "prompt"), ({"n": 3}, "n")])
+def test_more_answers_than_may_ever_wait_are_400_and_not_try_again(fields, param):
+    engine = chatty_engine()
+    with serving({"toy": engine}, ServerConfig(max_waiting=2)) as url:
+        response = post(url, COMPLETIONS, {"model": "toy", "prompt": "x", **fields})
+        assert response.status_code == 400
+        error = check_shape(response)
+        assert error["param"] == param
+        assert "3 answers are asked for" in str(error["message"])
     asyncio.run(engine.aclose())
 
 

@@ -71,6 +71,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,  # so that a variable may be called anything
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from spolia.engine import Delta, RequestOutput, SamplingParams, TokenStream
-from spolia.errors import Overloaded
+from spolia.errors import InvalidRequest, Overloaded
 from spolia.server.replies import Usage
 from spolia.server.served import ServedModel
 
@@ -62,11 +62,18 @@ class Answer:
             kind: the id's first word, which tells endpoints apart.
 
         Raises:
-            InvalidRequest: some prompt can never be answered.
+            InvalidRequest: some prompt can never be answered, or there are more than may ever wait.
             Overloaded: `max_waiting` requests would be waiting, or the server is draining.
         """
         answer = cls(kind, served, len(params))
-        if served.num_waiting + len(prompts) * len(params) > max_waiting:
+        num_asked = len(prompts) * len(params)
+        if num_asked > max_waiting:
+            raise InvalidRequest(
+                f"{num_asked} answers are asked for, {len(params)} to each of {len(prompts)} prompts; at most "
+                f"{max_waiting} may wait here. Send fewer at a time, or raise max_waiting",
+                param="n" if len(params) > max_waiting else "prompt",
+            )
+        if served.num_waiting + num_asked > max_waiting:
             raise Overloaded(f"{served.num_waiting} requests are waiting, of at most {max_waiting}; try again later")
         try:
             for choice, (prompt, choice_params) in enumerate(itertools.product(prompts, params)):

@@ -194,6 +194,12 @@ class ChatRequest(SamplingRequest, kw_only=True):
         SamplingRequest.check(self)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        for name in ("messages", "tools", "add_generation_prompt"):
+            if name in (self.chat_template_kwargs or {}):
+                raise InvalidRequest(
+                    f"chat_template_kwargs holds {name!r}, which has a field of its own in the request; send it there",
+                    param="chat_template_kwargs",
+                )
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
