@@ -27,6 +27,9 @@ logger = logging.getLogger("spolia.server")
 # 5 ms, whichever holds the lock could keep the other waiting for a whole step.
 _SWITCH_INTERVAL_S = 0.0005
 
+# For aborted answers to tell their clients so.
+_LAST_WORDS_S = 1.0
+
 
 def serve(engines: Mapping[str, Future[AsyncEngine]], config: ServerConfig, listener: socket.socket) -> None:
     """Serve on `listener` until SIGINT or SIGTERM; then finish what runs. A second signal aborts it, a third drops it.
@@ -88,9 +91,21 @@ class _Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._abort)
         else:
             self.force_exit = True
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._drop)
 
     def _abort(self) -> None:
-        self._closing = asyncio.ensure_future(self._close_engines())
+        self._closing = asyncio.ensure_future(self._abort_and_drop())
+
+    async def _abort_and_drop(self) -> None:
+        await self._close_engines()
+        await asyncio.sleep(_LAST_WORDS_S)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Cut the connections that are left: a client that does not send the rest of its request, or does not read."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     async def _close_engines(self) -> None:
         for engine in self._models.loaded().values():
