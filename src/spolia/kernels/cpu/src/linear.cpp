@@ -23,63 +23,57 @@ SPOLIA_INLINE F value_of(const Acc (&acc)[N], int r) {
   else return fma(to_float(acc[r]), splat(kRowBase), to_float(acc[R + r]));
 }
 
-// out += the products of one part with one block of each row.
-template <class Type, int planes, int R>
-SPOLIA_INLINE void add_part(const uint8_t* p, typename Type::Head head, const Row<planes>* const (&x)[R], F (&out)[R]) {
+// out += the products of one part of each of T tiles, `tile_bytes` apart, with one block of each row.
+template <class Type, int planes, int T, int R>
+SPOLIA_INLINE void add_part(const uint8_t* p, size_t tile_bytes, const typename Type::Head (&heads)[T], const Row<planes>* const (&x)[R],
+                            F (&out)[T][R]) {
   unrolled<0, Type::num_scales>([&]<int s>() SPOLIA_LAMBDA {
     constexpr int count = 8 / Type::num_scales;
-    Acc acc[planes * R];  // to the products, a 16-bit row is two rows
-    for (int i = 0; i < planes * R; ++i) acc[i] = start(i / R == planes - 1 ? Type::template zero_point<s>(*x[i % R]) : 0);
+    Acc acc[T][planes * R];  // to the products, a 16-bit row is two rows
+    for (int t = 0; t < T; ++t)
+      for (int i = 0; i < planes * R; ++i) acc[t][i] = start(i / R == planes - 1 ? Type::template zero_point<s>(*x[i % R]) : 0);
     dots<Type::bits, count>(acc, [&](int i) SPOLIA_LAMBDA { return x[i % R]->q[i / R] + 4 * count * s; },
-                            [&]<int g>() SPOLIA_LAMBDA { return Type::template weights<count * s + g>(p); });
-    const F scale = Type::template scale<s>(p, head);
-    for (int r = 0; r < R; ++r) out[r] = fma(value_of<planes>(acc, r), mul(scale, splat(x[r]->d)), out[r]);
+                            [&]<int g>(int t) SPOLIA_LAMBDA { return Type::template weights<count * s + g>(p + size_t(t) * tile_bytes); });
+    for (int t = 0; t < T; ++t) {
+      const F scale = Type::template scale<s>(p + size_t(t) * tile_bytes, heads[t]);
+      for (int r = 0; r < R; ++r) out[t][r] = fma(value_of<planes>(acc[t], r), mul(scale, splat(x[r]->d)), out[t][r]);
+    }
   });
-  if constexpr (Type::has_min) {
-    const F min = Type::min(p, head);
-    for (int r = 0; r < R; ++r) out[r] = fma(min, splat(x[r]->d_sum), out[r]);
-  }
+  if constexpr (Type::has_min)
+    for (int t = 0; t < T; ++t) {
+      const F min = Type::min(p + size_t(t) * tile_bytes, heads[t]);
+      for (int r = 0; r < R; ++r) out[t][r] = fma(min, splat(x[r]->d_sum), out[t][r]);
+    }
 }
 
-// Weights come from memory once, in order; the hardware looks ahead less far than a block takes with several rows.
-constexpr int64_t kPrefetchBytes = 4608;
-
+// Weights come from memory once, in order, and the hardware looks ahead less far than a part takes with several rows.
 template <int64_t num_bytes>
-SPOLIA_INLINE void prefetch(const uint8_t* w) {
-  for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(w + kPrefetchBytes + i);
+SPOLIA_INLINE void prefetch(const uint8_t* p) {
+  for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(p + i);
 }
 
-// out += the products of `num_blocks` blocks of a tile with R rows, in order of k.
-template <class Type, int planes, bool from_memory, int R>
-SPOLIA_INLINE void add_blocks(const uint8_t* w, int64_t num_blocks, const uint8_t* rows, size_t row_bytes, F (&out)[R]) {
+// out += the products of `num_blocks` blocks of T tiles with R rows, in order of k.
+template <class Type, int planes, bool from_memory, int T, int R>
+SPOLIA_INLINE void add_blocks(const uint8_t* w, size_t tile_bytes, int64_t num_blocks, const uint8_t* rows, size_t row_bytes, F (&out)[T][R]) {
   const Row<planes>* x[R];
   for (int r = 0; r < R; ++r) x[r] = reinterpret_cast<const Row<planes>*>(rows + size_t(r) * row_bytes);
   for (int64_t b = 0; b < num_blocks; ++b) {
-    const typename Type::Head head = Type::head(w);
+    typename Type::Head heads[T];
+    for (int t = 0; t < T; ++t) heads[t] = Type::head(w + size_t(t) * tile_bytes);
     w += Type::head_bytes;
     for (int part = 0; part < Type::num_parts; ++part, w += Type::part_bytes) {
-      if constexpr (from_memory) prefetch<Type::part_bytes>(w);
-      add_part<Type, planes, R>(w, head, x, out);
+      if constexpr (from_memory)  // the same part of the next tiles
+        for (int t = T; t < 2 * T; ++t) prefetch<Type::part_bytes>(w + size_t(t) * tile_bytes);
+      add_part<Type, planes, T, R>(w, tile_bytes, heads, x, out);
       for (int r = 0; r < R; ++r) ++x[r];
     }
   }
 }
 
-template <class Type, int planes>
-struct Quantised {
-  static constexpr int max_rows = kMaxRows / planes;
-  static size_t bytes_of_tile(int64_t k) { return packed_tile_bytes<Type>(k); }
-
-  template <int R>
-  SPOLIA_INLINE void tile(const uint8_t* w, int64_t k, const uint8_t* rows, size_t row_bytes, F (&out)[R]) {
-    for (int r = 0; r < R; ++r) out[r] = zero();
-    add_blocks<Type, planes, true>(w, k / kTypeK<Type>, rows, row_bytes, out);
-  }
-};
-
 // ---- Float weights ---------------------------------------------------------------------------------------------------
 
 constexpr int kChains = 2;  // sums that a float product runs in, by k modulo 2: a constant of the result
+constexpr int64_t kFloatsAhead = 4608;  // bytes
 
 // The sums are added at the end: shorter chains of dependent additions, in an order that is fixed.
 template <class Type>
@@ -94,7 +88,7 @@ struct Floats {
       for (int r = 0; r < R; ++r) sums[c][r] = zero();
     const int64_t num_turns = int64_t(bytes_of_tile(k)) / (Type::step_bytes * kChains);
     for (int64_t i = 0; i < num_turns; ++i) {
-      prefetch<kChains * Type::step_bytes>(w);
+      prefetch<kChains * Type::step_bytes>(w + kFloatsAhead);
       unrolled<0, kChains>([&]<int c>() SPOLIA_LAMBDA { Type::add_step(w + c * Type::step_bytes, rows + c * Type::row_step_bytes, row_bytes, sums[c]); });
       w += kChains * Type::step_bytes;
       rows += kChains * Type::row_step_bytes;
@@ -164,51 +158,91 @@ struct Rows {  // prepared, and where their products go
   Epilogue epilogue;
 };
 
-// f<R>(first) for rows [first, first + R), until `num_rows` are done: wide groups, then the rest.
-template <int R, class Body>
-SPOLIA_INLINE void in_groups(int64_t first, int64_t num_rows, Body body) {
-  for (; first + R <= num_rows; first += R) body.template operator()<R>(first);
-  if constexpr (R > 1) {
-    constexpr int next = (R + 1) / 2;
-    if (first < num_rows) in_groups<next>(first, num_rows, body);
+template <int most, class Body>
+SPOLIA_INLINE void with_constant(int64_t value, Body body) {  // body<value>(), for a value in [1, most]
+  if (most == 1 || value == most) body.template operator()<most>();
+  else if constexpr (most > 1) with_constant<most - 1>(value, body);
+}
+
+// body<R>(first) for rows [first, first + R): few groups of at most `most` rows, as even as can be.
+template <int most, class Body>
+SPOLIA_INLINE void in_groups(int64_t num_rows, Body body) {
+  int64_t first = 0;
+  for (int64_t num_groups = (num_rows + most - 1) / most; num_groups > 0; --num_groups) {
+    const int64_t size = (num_rows - first + num_groups - 1) / num_groups;
+    with_constant<most>(size, [&]<int R>() SPOLIA_LAMBDA { body.template operator()<R>(first); });
+    first += size;
   }
 }
 
-// One tile at a time, its weights unpacked in registers for each group of rows.
-template <class Product, int R>
-void group_of_tile(const uint8_t* w, int64_t tile, const Packed& p, const Rows& x, int64_t first) {
-  F sums[R];
-  Product::template tile<R>(w, p.k, x.data + size_t(first) * x.row_bytes, x.row_bytes, sums);
-  for (int r = 0; r < R; ++r) finish(sums[r], first + r, tile * kTile, p.n, x.out, x.ld_out, x.epilogue);
+// Tiles [tile_begin, tile_end), T at a time: body<T>(tile).
+template <class Body>
+SPOLIA_INLINE void in_tiles(int64_t tile_begin, int64_t tile_end, int64_t most, Body body) {
+  int64_t tile = tile_begin;
+  if (most >= kTiles)
+    for (; tile + kTiles <= tile_end; tile += kTiles) body.template operator()<kTiles>(tile);
+  for (; tile < tile_end; ++tile) body.template operator()<1>(tile);
+}
+
+template <int T, int R>
+SPOLIA_INLINE void finish_group(const F (&sums)[T][R], int64_t tile, const Packed& p, const Rows& x, int64_t first) {
+  for (int t = 0; t < T; ++t)
+    for (int r = 0; r < R; ++r) finish(sums[t][r], first + r, (tile + t) * kTile, p.n, x.out, x.ld_out, x.epilogue);
 }
 
 template <class Product>
-void run_in_registers(const Packed& p, const Rows& x, int64_t tile_begin, int64_t tile_end) {
+void run_floats(const Packed& p, const Rows& x, int64_t tile_begin, int64_t tile_end) {
   const size_t tile_bytes = Product::bytes_of_tile(p.k);
-  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-    const uint8_t* w = p.data + size_t(tile) * tile_bytes;
-    in_groups<Product::max_rows>(0, x.num_rows, [&]<int R>(int64_t first) SPOLIA_LAMBDA { group_of_tile<Product, R>(w, tile, p, x, first); });
-  }
+  for (int64_t tile = tile_begin; tile < tile_end; ++tile)
+    in_groups<Product::max_rows>(x.num_rows, [&]<int R>(int64_t first) SPOLIA_LAMBDA {
+      F sums[1][R];
+      Product::template tile<R>(p.data + size_t(tile) * tile_bytes, p.k, x.data + size_t(first) * x.row_bytes, x.row_bytes, sums[0]);
+      finish_group(sums, tile, p, x, first);
+    });
 }
 
-// Many rows: 256 k of a tile are unpacked once for all of them, and the rows' sums wait in memory meanwhile.
+template <class Type, int planes, int T, int R>
+void group_in_registers(const uint8_t* w, int64_t tile, const Packed& p, const Rows& x, int64_t first) {
+  F sums[T][R];
+  for (int t = 0; t < T; ++t)
+    for (int r = 0; r < R; ++r) sums[t][r] = zero();
+  add_blocks<Type, planes, true>(w, packed_tile_bytes<Type>(p.k), p.k / kTypeK<Type>, x.data + size_t(first) * x.row_bytes, x.row_bytes, sums);
+  finish_group(sums, tile, p, x, first);
+}
+
+template <class Type, int planes>
+void run_in_registers(const Packed& p, const Rows& x, int64_t tile_begin, int64_t tile_end) {
+  const size_t tile_bytes = packed_tile_bytes<Type>(p.k);
+  in_tiles(tile_begin, tile_end, x.num_rows == 1 ? 1 : kTiles, [&]<int T>(int64_t tile) SPOLIA_LAMBDA {
+    const uint8_t* w = p.data + size_t(tile) * tile_bytes;
+    in_groups<kMaxRows / planes>(x.num_rows, [&]<int R>(int64_t first) SPOLIA_LAMBDA { group_in_registers<Type, planes, T, R>(w, tile, p, x, first); });
+  });
+}
+
+// Many rows: 256 k of the tiles are unpacked once for all of them, and the rows' sums wait in memory meanwhile.
 constexpr int64_t kPanelParts = 8, kPanelRows = 256;
 
-template <class Type, int planes, int R>
-void group_of_panel(const typename Unpacked<Type>::Part* panel, int64_t num_parts, const uint8_t* rows, size_t row_bytes, float (*sums)[kTile]) {
-  F out[R];
-  for (int r = 0; r < R; ++r) out[r] = load(sums[r]);
-  add_blocks<Unpacked<Type>, planes, false>(reinterpret_cast<const uint8_t*>(panel), num_parts, rows, row_bytes, out);
-  for (int r = 0; r < R; ++r) store(sums[r], out[r]);
+template <class Type>
+using Panel = typename Unpacked<Type>::Part[kPanelParts];
+
+template <class Type, int planes, int T, int R>
+void group_of_panel(const Panel<Type>* panels, int64_t num_parts, const uint8_t* rows, size_t row_bytes, float (*sums)[T][kTile]) {
+  F out[T][R];
+  for (int t = 0; t < T; ++t)
+    for (int r = 0; r < R; ++r) out[t][r] = load(sums[r][t]);
+  add_blocks<Unpacked<Type>, planes, false>(reinterpret_cast<const uint8_t*>(panels), sizeof(Panel<Type>), num_parts, rows, row_bytes, out);
+  for (int t = 0; t < T; ++t)
+    for (int r = 0; r < R; ++r) store(sums[r][t], out[t][r]);
 }
 
 template <class Type>
 void unpack_panel(const uint8_t* w, int64_t num_parts, typename Unpacked<Type>::Part* panel) {
+  const int64_t panel_bytes = num_parts / Type::num_parts * kTypeBytes<Type>;
   for (int64_t i = 0; i < num_parts;) {
     const typename Type::Head head = Type::head(w);
     w += Type::head_bytes;
     for (int part = 0; part < Type::num_parts; ++part, ++i, w += Type::part_bytes) {
-      prefetch<Type::part_bytes>(w);
+      prefetch<Type::part_bytes>(w + panel_bytes);
       Unpacked<Type>::unpack(w, head, panel[i]);
     }
   }
@@ -216,25 +250,26 @@ void unpack_panel(const uint8_t* w, int64_t num_parts, typename Unpacked<Type>::
 
 template <class Type, int planes>
 void run_in_panels(const Packed& p, const Rows& x, int64_t tile_begin, int64_t tile_end) {
-  alignas(64) typename Unpacked<Type>::Part panel[kPanelParts];
-  alignas(64) float sums[kPanelRows][kTile];
   const size_t tile_bytes = packed_tile_bytes<Type>(p.k);
   for (int64_t begin = 0; begin < x.num_rows; begin += kPanelRows) {
     const int64_t num_rows = x.num_rows - begin < kPanelRows ? x.num_rows - begin : kPanelRows;
-    for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+    in_tiles(tile_begin, tile_end, kTiles, [&]<int T>(int64_t tile) SPOLIA_LAMBDA {
+      alignas(64) Panel<Type> panels[T];
+      alignas(64) float sums[kPanelRows][T][kTile];
       const uint8_t* w = p.data + size_t(tile) * tile_bytes;
       std::memset(sums, 0, size_t(num_rows) * sizeof(sums[0]));
       for (int64_t k = 0; k < p.k; k += kPanelParts * kBlockK) {
         const int64_t num_parts = p.k - k < kPanelParts * kBlockK ? (p.k - k) / kBlockK : kPanelParts;
-        unpack_panel<Type>(w, num_parts, panel);
+        for (int t = 0; t < T; ++t) unpack_panel<Type>(w + size_t(t) * tile_bytes, num_parts, panels[t]);
         w += num_parts / Type::num_parts * kTypeBytes<Type>;
         const uint8_t* rows = x.data + size_t(begin) * x.row_bytes + k / kBlockK * int64_t(sizeof(Row<planes>));
-        in_groups<kWideRows / planes>(0, num_rows, [&]<int R>(int64_t first) SPOLIA_LAMBDA {
-          group_of_panel<Type, planes, R>(panel, num_parts, rows + size_t(first) * x.row_bytes, x.row_bytes, sums + first);
+        in_groups<kMaxRows / planes>(num_rows, [&]<int R>(int64_t first) SPOLIA_LAMBDA {
+          group_of_panel<Type, planes, T, R>(panels, num_parts, rows + size_t(first) * x.row_bytes, x.row_bytes, sums + first);
         });
       }
-      for (int64_t r = 0; r < num_rows; ++r) finish(load(sums[r]), begin + r, tile * kTile, p.n, x.out, x.ld_out, x.epilogue);
-    }
+      for (int64_t r = 0; r < num_rows; ++r)
+        for (int t = 0; t < T; ++t) finish(load(sums[r][t]), begin + r, (tile + t) * kTile, p.n, x.out, x.ld_out, x.epilogue);
+    });
   }
 }
 
@@ -242,7 +277,7 @@ template <class Type, int planes>
 void run_quantised(const Packed& p, const Rows& x, int64_t tile_begin, int64_t tile_end) {
   if constexpr (kManyRows == 1) run_in_panels<Type, planes>(p, x, tile_begin, tile_end);
   else if (planes == 1 && unpacking_pays(Type::bits) && x.num_rows >= kManyRows) run_in_panels<Type, 1>(p, x, tile_begin, tile_end);
-  else run_in_registers<Quantised<Type, planes>>(p, x, tile_begin, tile_end);
+  else run_in_registers<Type, planes>(p, x, tile_begin, tile_end);
 }
 
 // ---- Packing of floats -----------------------------------------------------------------------------------------------
@@ -470,7 +505,7 @@ void run(const Packed& w, RowKind kind, const uint8_t* rows, int64_t num_rows, f
   const Rows x{rows, row_bytes(kind, w.k), num_rows, out, ld_out, e};
 #define QUANTISED(Pack) \
   kind == RowKind::Q16 ? run_quantised<Pack::Type, 2>(w, x, tile_begin, tile_end) : run_quantised<Pack::Type, 1>(w, x, tile_begin, tile_end)
-#define FLOATS(Type) run_in_registers<Floats<Type>>(w, x, tile_begin, tile_end)
+#define FLOATS(Type) run_floats<Floats<Type>>(w, x, tile_begin, tile_end)
   SPOLIA_BY_TYPE(w.type, QUANTISED, FLOATS)
 #undef QUANTISED
 #undef FLOATS

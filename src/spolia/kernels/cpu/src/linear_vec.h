@@ -1,8 +1,8 @@
 // Sixteen lanes, one per output column of a tile, at each level: the only part of `linear.cpp` that knows instructions.
 //
 //   F    16 float32              W    64 bytes: 4 consecutive k of each of 16 columns
-//   Acc  16 int32 sums           dots<bits, count>(acc, q, weights), for rows r, exact in int32:
-//                                acc[r][c] += sum over g < count, t < 4 of weights<g>()[4c + t] * q(r)[4g + t]
+//   Acc  16 int32 sums           dots<bits, count>(acc, q, weights), for tiles t and rows r, exact in int32:
+//                                acc[t][r][c] += sum over g < count, i < 4 of weights<g>(t)[4c + i] * q(r)[4g + i]
 //
 // `bits` is how wide the weights are: what they leave of 16 bits decides how many products AVX2 adds up before it widens.
 //
@@ -34,10 +34,14 @@ SPOLIA_INLINE void unrolled(Body body) {
 #define SPOLIA_LAMBDA __attribute__((always_inline))
 
 #if defined(__SSE2__)
-// Compute x here. GCC would put off the additions of a long sum, and with 16 registers spill what they wait for.
+// Have x in a register here. GCC would put off the additions of a long sum, and with 16 registers spill what they wait for.
 template <class V>
 SPOLIA_INLINE V here(V x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#else
   asm("" : "+x"(x));
+#endif
   return x;
 }
 #endif
@@ -53,9 +57,9 @@ SPOLIA_INLINE int32_t four_bytes(const void* p) {
 using F = __m512;
 using W = __m512i;
 using Acc = __m512i;
-constexpr int kMaxRows = 8;           // rows that share a weight in registers: 8 int and 8 float sums of 32
-constexpr int kMaxFloatRows = 8;      // the same of float weights
-constexpr int kWideRows = 8;          // rows that share a weight unpacked before
+constexpr int kTiles = 2;             // tiles that share a row in registers
+constexpr int kMaxRows = 6;           // rows that share a weight in registers: 12 int and 12 float sums of 32
+constexpr int kMaxFloatRows = 8;      // the same of one tile of float weights
 constexpr int64_t kManyRows = 32;     // from which unpacking once for all of them pays, for weights of ...
 constexpr bool unpacking_pays(int bits) { return bits == 5 || bits == 6; }
 constexpr bool kSignedBytes = false;  // Q8_0 is kept as q + 128, since a dot product takes unsigned weights
@@ -86,11 +90,17 @@ SPOLIA_INLINE W add_two_bits(W w, W plane) {
   return _mm512_ternarylogic_epi32(w, bits, _mm512_set1_epi8(0x30), 0xf8);  // w | (bits & 0x30)
 }
 SPOLIA_INLINE Acc start(int32_t x) { return _mm512_set1_epi32(x); }
-template <int bits, int count, int R, class Rows, class Weights>
-SPOLIA_INLINE void dots(Acc (&acc)[R], Rows q, Weights weights) {
-  unrolled<0, count>([&]<int g>() SPOLIA_LAMBDA {
-    const W w = weights.template operator()<g>();
-    for (int r = 0; r < R; ++r) acc[r] = _mm512_dpbusd_epi32(acc[r], w, _mm512_set1_epi32(four_bytes(q(r) + 4 * g)));
+template <int bits, int count, int T, int R, class Rows, class Weights>
+SPOLIA_INLINE void dots(Acc (&acc)[T][R], Rows q, Weights weights) {
+  unrolled<0, count>([&]<int i>() SPOLIA_LAMBDA {
+    constexpr int g = count == 8 ? i / 2 + i % 2 * 4 : i;  // the two halves of a nibble vector one after the other
+    W w[T];
+    for (int t = 0; t < T; ++t) w[t] = weights.template operator()<g>(t);
+    for (int r = 0; r < R; ++r) {
+      W x = _mm512_set1_epi32(four_bytes(q(r) + 4 * g));
+      if constexpr (T > 1) x = here(x);  // one load for all tiles
+      for (int t = 0; t < T; ++t) acc[t][r] = _mm512_dpbusd_epi32(acc[t][r], w[t], x);
+    }
   });
 }
 SPOLIA_INLINE F to_float(Acc acc) { return _mm512_cvtepi32_ps(acc); }
@@ -119,7 +129,7 @@ SPOLIA_INLINE float quantise_32(const float* x, int8_t* q, int32_t (&sums)[2]) {
 struct F { __m256 lo, hi; };
 struct W { __m256i lo, hi; };
 struct Acc { __m256i lo, hi; };
-constexpr int kMaxRows = 4, kMaxFloatRows = 3, kWideRows = 4;
+constexpr int kTiles = 1, kMaxRows = 4, kMaxFloatRows = 3;
 constexpr int64_t kManyRows = 16;
 constexpr bool unpacking_pays(int bits) { return bits != 8; }
 constexpr bool kSignedBytes = true;  // the 16-bit sums of maddubs hold |q| <= 128 times 127 twice, not 255 times 127
@@ -177,13 +187,14 @@ SPOLIA_INLINE W add_two_bits(W w, W plane) {
 SPOLIA_INLINE Acc start(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 SPOLIA_INLINE __m256i add_fours(__m256i acc, __m256i pairs) { return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
 template <int bits, int count, int R, class Rows, class Weights>
-SPOLIA_INLINE void dots(Acc (&acc)[R], Rows q, Weights weights) {
+SPOLIA_INLINE void dots(Acc (&accs)[1][R], Rows q, Weights weights) {
+  Acc (&acc)[R] = accs[0];
   // Sums of pairs that fit in 16 bits: 2 * 127 * (2^bits - 1) each.
   constexpr int most = bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
   constexpr int run = most < count ? most : count;
   W sums[R];
   unrolled<0, count>([&]<int g>() SPOLIA_LAMBDA {
-    W w = weights.template operator()<g>(), magnitude = w;
+    W w = weights.template operator()<g>(0), magnitude = w;
     if constexpr (bits == 8) magnitude = {_mm256_abs_epi8(w.lo), _mm256_abs_epi8(w.hi)};
     for (int r = 0; r < R; ++r) {
       const __m256i x = _mm256_set1_epi32(four_bytes(q(r) + 4 * g));
@@ -248,7 +259,7 @@ typedef int8_t SignedBytes4 __attribute__((vector_size(4)));
 typedef uint64_t Longs2 __attribute__((vector_size(16)));
 struct F { Floats4 v[4]; };
 struct W { Bytes16 v[4]; };
-constexpr int kMaxRows = 4, kMaxFloatRows = 2, kWideRows = 4;
+constexpr int kTiles = 1, kMaxRows = 4, kMaxFloatRows = 2;
 constexpr int64_t kManyRows = 1;  // always
 constexpr bool kSignedBytes = false;
 
@@ -313,7 +324,8 @@ SPOLIA_INLINE Acc start(int32_t x) {
   return {{p, p, p, p, p, p, p, p}};
 }
 template <int bits, int count, int R, class Rows, class Weights>
-SPOLIA_INLINE void dots(Acc (&acc)[R], Rows q, Weights weights) {
+SPOLIA_INLINE void dots(Acc (&accs)[1][R], Rows q, Weights weights) {
+  Acc (&acc)[R] = accs[0];
   const __m128i none = _mm_setzero_si128();
   __m128i x[R][count];  // four of a row, twice over, in 16 bits
   for (int r = 0; r < R; ++r)
@@ -325,7 +337,7 @@ SPOLIA_INLINE void dots(Acc (&acc)[R], Rows q, Weights weights) {
     __m128i low[R], high[R];
     for (int r = 0; r < R; ++r) low[r] = acc[r].pairs[2 * i], high[r] = acc[r].pairs[2 * i + 1];
     unrolled<0, count>([&]<int g>() SPOLIA_LAMBDA {
-      const __m128i w = (__m128i)weights.template operator()<g>().v[i];
+      const __m128i w = (__m128i)weights.template operator()<g>(0).v[i];
       const __m128i a = _mm_unpacklo_epi8(w, none), b = _mm_unpackhi_epi8(w, none);
       for (int r = 0; r < R; ++r) low[r] = here(_mm_add_epi32(low[r], _mm_madd_epi16(a, x[r][g])));
       for (int r = 0; r < R; ++r) high[r] = here(_mm_add_epi32(high[r], _mm_madd_epi16(b, x[r][g])));
@@ -348,9 +360,10 @@ SPOLIA_INLINE Acc start(int32_t x) {
   return acc;
 }
 template <int bits, int count, int R, class Rows, class Weights>
-SPOLIA_INLINE void dots(Acc (&acc)[R], Rows q, Weights weights) {
+SPOLIA_INLINE void dots(Acc (&accs)[1][R], Rows q, Weights weights) {
+  Acc (&acc)[R] = accs[0];
   unrolled<0, count>([&]<int g>() SPOLIA_LAMBDA {
-    const W w = weights.template operator()<g>();
+    const W w = weights.template operator()<g>(0);
     uint8_t bytes[64];
     std::memcpy(bytes, &w, 64);
     for (int r = 0; r < R; ++r)
