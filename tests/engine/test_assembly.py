@@ -31,6 +31,12 @@ def test_the_resolved_settings_leave_nothing_open(model):
     assert config.max_sequences == 32  # each needs a token a step
 
 
+def test_an_isa_level_that_is_not_there_is_refused(model, monkeypatch):
+    monkeypatch.setenv("SPOLIA_ISA", "mmx")
+    with pytest.raises(InvalidRequest, match="SPOLIA_ISA=mmx: this CPU has"):
+        build_engine(model, EngineConfig(kv_memory=8 * 2**20))
+
+
 def test_a_small_pool_makes_the_context_as_long_as_fits(model):
     engine = build_engine(model, EngineConfig(kv_memory=8 * 2**20))
     limit = engine.config.max_context

@@ -64,6 +64,7 @@ def test_there_is_a_thread_for_each_core_at_most():
         ("kv_memory", "2GiB"),
         ("num_threads", -1),
         ("num_threads", 1.5),
+        ("num_threads", 100_000),
         ("max_context", 0),
         ("max_batch_tokens", 0),
         ("max_sequences", 0),

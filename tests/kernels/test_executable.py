@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -287,6 +290,26 @@ def test_fewer_threads_than_one_are_refused(num_threads: int) -> None:
     with pytest.raises(ValueError, match=f"num_threads={num_threads}"):
         session.executable.set_num_threads(num_threads)
     assert cold(session, random_tokens(3)).shape == (3, VOCAB_SIZE)
+
+
+def test_more_threads_than_the_system_starts_are_refused() -> None:
+    """In a process of its own, whose address space has room for the stacks of a few only."""
+    code = f"""
+import resource, sys
+sys.path[:0] = {sys.path!r}
+from kernels.programs import PROGRAMS
+from spolia.kernels.cpu import CpuExecutable
+program = PROGRAMS["llama"]("Q8_0")
+in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (in_use + (256 << 20),) * 2)
+try:
+    CpuExecutable(program, kv_dtype="bf16", num_threads=10_000)
+except ValueError as error:
+    print(error)
+print(CpuExecutable(program, kv_dtype="bf16", num_threads=2).num_threads)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert re.fullmatch(r"num_threads=10000: the system starts no more than \d+ \(.+\)\n2\n", result.stdout)
 
 
 def test_a_profile_accounts_for_every_part() -> None:

@@ -58,7 +58,10 @@ def build_engine(
     max_sequences = min(config.max_sequences, config.max_batch_tokens)
     num_threads = config.num_threads or default_num_threads()
     program = model.program
-    executable = get_backend(config.backend)(program, kv_dtype=config.kv_dtype, num_threads=num_threads)
+    try:
+        executable = get_backend(config.backend)(program, kv_dtype=config.kv_dtype, num_threads=num_threads)
+    except ValueError as error:  # SPOLIA_ISA names a level that is not there, or the system starts no more threads
+        raise InvalidRequest(f"the {config.backend} backend cannot be started: {error}") from error
     windows = [group.window for group in program.cache_groups]
     block_bytes = [executable.block_bytes(group) for group in range(len(windows))]
     num_blocks = split_blocks(

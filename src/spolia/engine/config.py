@@ -10,6 +10,8 @@ from spolia.kernels import BACKENDS, KvDtype
 
 __all__ = ["EngineConfig"]
 
+_MAX_THREADS = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -56,3 +58,9 @@ class EngineConfig:
                 raise InvalidRequest(f"{name} is {value!r}; it must be an integer", param=name)
             if value < 1:
                 raise InvalidRequest(f"{name} is {value}; it must be at least 1", param=name)
+        if self.num_threads is not None and self.num_threads > _MAX_THREADS:
+            raise InvalidRequest(
+                f"num_threads is {self.num_threads}; it must be {_MAX_THREADS} at most, and more than the machine has "
+                "cores only slows it down",
+                param="num_threads",
+            )

@@ -37,7 +37,7 @@ class CpuExecutable:
         level: ISA level, one of `levels()`; None for the one that SPOLIA_ISA names, else the best.
 
     Raises:
-        ValueError: the CPU lacks the level.
+        ValueError: the CPU lacks the level, or the system starts no such number of threads.
     """
 
     def __init__(self, program: Program, *, kv_dtype: KvDtype, num_threads: int, level: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #ifdef __SSE2__
 #include <xmmintrin.h>
@@ -47,10 +48,19 @@ class FloatMode {
 Threads::Threads(int size)
     : size_(size), num_spins_(unsigned(size) <= std::thread::hardware_concurrency() ? kSpins : 0) {
   if (size < 1) throw std::invalid_argument("num_threads=" + std::to_string(size) + ": at least 1");
-  for (int thread = 1; thread < size; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  try {
+    for (int thread = 1; thread < size; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  } catch (const std::system_error& error) {
+    const std::string started = std::to_string(workers_.size() + 1);
+    stop();
+    throw std::invalid_argument("num_threads=" + std::to_string(size) + ": the system starts no more than " + started +
+                                " (" + error.code().message() + ")");
+  }
 }
 
-Threads::~Threads() {
+Threads::~Threads() { stop(); }
+
+void Threads::stop() {
   entry_ = nullptr;
   num_jobs_.fetch_add(1, std::memory_order_release);
   num_jobs_.notify_all();

@@ -12,6 +12,7 @@ namespace spolia {
 
 class Threads {
  public:
+  // Throws std::invalid_argument for less than one, or more than the system starts.
   explicit Threads(int size);
   ~Threads();
   Threads(const Threads&) = delete;
@@ -33,6 +34,7 @@ class Threads {
   using Entry = void (*)(void* context, int thread);
   void start(Entry entry, void* context);
   void work(int thread);
+  void stop();
   void await_change(std::atomic<uint32_t>& word, uint32_t seen);
 
   const int size_;
