@@ -28,6 +28,13 @@ def test_a_token_id_out_of_range_is_refused(wrong):
     assert error.param == "prompt"
 
 
+@pytest.mark.parametrize("prompt", [None, 5, 1.5, b"abc", [1.5], [[1, 2], [3]], [None], {"a": 1}])
+def test_what_is_neither_text_nor_token_ids_is_refused(prompt):
+    error = refusal(toy_engine(), prompt)
+    assert error.param == "prompt"
+    assert "neither text nor a list" in str(error)
+
+
 def test_parameters_of_another_kind_are_refused():
     error = refusal(toy_engine(), [1, 2], {"max_tokens": 5})
     assert error.param == "params"

@@ -83,12 +83,12 @@ class Admission:
 
     def _token_ids(self, prompt: str | Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if len(ids) == 0:
-            raise InvalidRequest("the prompt is empty; it must have at least one token", param="prompt")
         try:
             wide = np.asarray(ids)
         except (ValueError, OverflowError):
-            wide = np.empty(0)
+            wide = np.empty(())
+        if wide.shape == (0,):
+            raise InvalidRequest("the prompt is empty; it must have at least one token", param="prompt")
         if wide.ndim != 1 or wide.dtype.kind not in "iu":
             raise InvalidRequest("the prompt is neither text nor a list of integers, token ids", param="prompt")
         wrong = np.flatnonzero((wide < 0) | (wide >= self.vocab_size))
@@ -107,7 +107,8 @@ class Admission:
             raise InvalidRequest(
                 f"the prompt has {num_prompt_tokens} tokens and {wanted} more are asked for, "
                 f"{num_prompt_tokens + wanted} in all; the context holds {self.max_context}. "
-                "Shorten the prompt, lower max_tokens, or raise max_context if the model allows it",
+                "Shorten the prompt, lower max_tokens, or, if the model allows it, raise max_context or kv_memory, "
+                "which bounds it too",
                 param="prompt",
                 code="context_length_exceeded",
             )
