@@ -154,7 +154,9 @@ def test_the_openapi_document_describes_the_bodies(toy_url):
         assert document["components"]["schemas"][name]["properties"]
 
 
-@pytest.mark.parametrize("field", [{"port": -1}, {"port": 70_000}, {"max_waiting": 0}, {"max_body_bytes": 1}])
+@pytest.mark.parametrize(
+    "field", [{"host": ""}, {"port": -1}, {"port": 70_000}, {"max_waiting": 0}, {"max_body_bytes": 1}]
+)
 def test_impossible_settings_are_refused_at_birth(field):
     (name,) = field
     with pytest.raises(ValueError, match=f"{name} is"):

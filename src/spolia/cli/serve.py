@@ -42,7 +42,8 @@ def run(
         listener = listen(settings)
     except OSError as error:
         raise SpoliaError(
-            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; choose another with --port"
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; "
+            "choose another with --host or --port"
         ) from None
     served_name = name or _name(source)
     host, port = listener.getsockname()[:2]

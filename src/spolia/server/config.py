@@ -24,6 +24,8 @@ class ServerConfig:
     max_body_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:
+        if not self.host:  # the system would take it for every address
+            raise ValueError("host is empty; name an address, such as 127.0.0.1, or 0.0.0.0 for every one")
         for name, low, high in (("port", 0, 65535), ("max_waiting", 1, 1 << 20), ("max_body_bytes", 1024, 1 << 40)):
             value = getattr(self, name)
             if not low <= value <= high:
