@@ -154,6 +154,24 @@ def test_chat_works_through_a_pipe_and_shows_reuse(smollm2_path: Path):
     assert "> " not in result.stdout
 
 
+def test_a_line_that_cannot_be_answered_ends_a_script_and_not_a_conversation(smollm2_path: Path):
+    lines = f"Hello\n{'word ' * 200}\nHello\n/quit\n"
+    command = ["chat", "smollm2", "-t", "0", "-n", "8", "--kv-memory", "64MiB", "--max-context", "128"]
+    piped = spolia(*command, stdin=lines)
+    assert piped.returncode == 2
+    assert piped.stderr.count("reused") == 1
+    keyboard, terminal = os.openpty()
+    os.write(keyboard, lines.encode())
+    typed = subprocess.run(
+        [sys.executable, "-m", "spolia", *command], stdin=terminal, capture_output=True, text=True, timeout=300
+    )
+    os.close(keyboard)
+    os.close(terminal)
+    assert typed.returncode == 0, typed.stderr
+    assert typed.stderr.count("the context holds 128") == 1
+    assert typed.stderr.count("reused") == 2
+
+
 def test_chat_needs_a_chat_template(gemma3_path: Path):
     assert_one_line_of_error(spolia("chat", "gemma3:270m", *SMALL), 2, "base model", "spolia generate")
 

@@ -24,7 +24,7 @@ def run(source: str, *, system: str | None, sampling: SamplingFlags, engine: Eng
 
     Raises:
         ModelError: the model cannot be had or read.
-        InvalidRequest: a flag that is impossible, or a base model.
+        InvalidRequest: a flag that is impossible, a base model, or, through a pipe, a line that cannot be answered.
     """
     params = sampling.params(**CHAT_DEFAULTS)
     config = engine.config()
@@ -44,8 +44,13 @@ def run(source: str, *, system: str | None, sampling: SamplingFlags, engine: Eng
             elif line.startswith("/"):
                 _say(_HELP)
             elif line:
-                messages.append({"role": "user", "content": line})
-                messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
+                asked = [*messages, {"role": "user", "content": line}]
+                try:
+                    messages = [*asked, {"role": "assistant", "content": _answer(llm, asked, params)}]
+                except InvalidRequest as error:  # a context that is full, say: whoever sits here can go on from before
+                    if not sys.stdin.isatty():
+                        raise
+                    _say(f"{error}\n{_HELP}")
 
 
 def _answer(llm: LLM, messages: Messages, params: SamplingParams) -> str:
