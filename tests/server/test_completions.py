@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import numpy as np
 import pytest
 from openai import OpenAI
@@ -162,3 +163,10 @@ def test_explain_ends_a_stream(client):
 
 def test_fields_that_nobody_knows_are_ignored(client):
     assert greedy(client, "x", 3, user="me", metadata={"a": "b"}, nonsense=[1, 2]).choices[0].finish_reason == "length"
+
+
+def test_the_largest_seed_serves_for_several_choices_too(toy_url):
+    body = {"model": "toy", "prompt": "x", "n": 2, "seed": 2**64 - 1, "max_tokens": 8, "temperature": 1.0}
+    first, second = httpx.post(f"{toy_url}/v1/completions", json=body).json()["choices"]
+    (zero,) = httpx.post(f"{toy_url}/v1/completions", json={**body, "n": 1, "seed": 0}).json()["choices"]
+    assert first["text"] != second["text"] == zero["text"]

@@ -123,8 +123,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
             "top_p": self.top_p,
             "top_k": self.top_k,
             "min_p": self.min_p,
-            # Each of n choices gets a seed of its own, or all would be the same text.
-            "seed": None if self.seed is None else self.seed + choice,
+            "seed": None if self.seed is None else self._seed_of(self.seed, choice),
             "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
             "include_stop_str_in_output": self.include_stop_str_in_output,
@@ -132,6 +131,11 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
             "logprobs": logprobs,
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    @staticmethod
+    def _seed_of(seed: int, choice: int) -> int:
+        """Each of n choices gets a seed of its own, or all would be the same text. After the largest comes 0."""
+        return seed + choice - (2**64 if choice and seed + choice >= 2**64 else 0)
 
     def check(self) -> None:
         """Refuse what no later stage would.
