@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from models.sentencepiece_oracle import sentencepiece_of
 from spolia import models
 from spolia.kernels import get_backend
+from spolia.models.gguf import read_gguf
 
 from .oracle import CHUNK, Oracle, log_softmax, logits_of
 from .texts import LONG_TEXT, PROMPTS
@@ -22,6 +25,7 @@ from .texts import LONG_TEXT, PROMPTS
 
 @dataclass(frozen=True)
 class Pair:
+    path: Path
     model: models.Model
     oracle: Oracle
 
@@ -32,7 +36,7 @@ class Pair:
 @pytest.fixture(scope="module", params=["smollm2", "gemma3:270m", "qwen2.5-coder:0.5b"])
 def pair(request: pytest.FixtureRequest) -> Pair:
     path: Path = models.pull(request.param)
-    return Pair(models.load(path), Oracle(path))
+    return Pair(path, models.load(path), Oracle(path))
 
 
 def test_texts_reach_where_they_should(pair: Pair) -> None:
@@ -42,9 +46,19 @@ def test_texts_reach_where_they_should(pair: Pair) -> None:
     assert len(pair.ids(LONG_TEXT)) >= 4_000
 
 
+def gemma_metadata(pair: Pair) -> dict[str, Any] | None:
+    metadata = read_gguf(pair.path).metadata
+    return dict(metadata) if metadata["general.architecture"] == "gemma3" else None
+
+
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompt_has_the_reference_tokenizers_ids(pair: Pair, name: str) -> None:
-    assert pair.model.tokenizer.encode(PROMPTS[name]) == pair.ids(PROMPTS[name])
+    expected = pair.ids(PROMPTS[name])
+    if " " * 32 in PROMPTS[name] and (metadata := gemma_metadata(pair)):
+        # More spaces than the longest token has. transformers cuts them where its merges happen to lead; the tokenizer
+        # that Gemma was trained with, SentencePiece, takes as many as fit.
+        expected = [metadata["tokenizer.ggml.bos_token_id"], *sentencepiece_of(metadata).EncodeAsIds(PROMPTS[name])]
+    assert pair.model.tokenizer.encode(PROMPTS[name]) == expected
 
 
 def test_next_token_distributions_agree(pair: Pair) -> None:
