@@ -6,7 +6,7 @@ and `block_pool.py` (the books); `eviction.py` and `retention.py` say what goes 
 `events.py` what is told about it.
 """
 
-from .block_pool import BlockPool, Ledger
+from .block_pool import BlockPool, Ledger, Tag
 from .cache import GroupSpec, KVCache, Snapshot
 from .events import Cleared, Event, EventBatch, Removed, Stored
 from .explain import Eviction, Explanation, MissReason, PrefixHit
@@ -37,5 +37,6 @@ __all__ = [
     "RetentionPolicy",
     "Snapshot",
     "Stored",
+    "Tag",
     "namespace_key",
 ]

@@ -15,6 +15,7 @@ nobody holds it; see `check`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,9 +25,12 @@ from numpy.typing import NDArray
 from ..errors import BlockNotHeldError, Bug
 from .int_buffer import Ids
 
-__all__ = ["BlockPool", "Ledger"]
+__all__ = ["BlockPool", "Ledger", "Tag"]
 
 Counts: TypeAlias = NDArray[np.int64]
+
+Tag: TypeAlias = bytes
+"""What somebody outside calls a block's content."""
 
 NODE = 1 << 32
 LEASES = NODE - 1
@@ -56,6 +60,7 @@ class BlockPool:
         self.num_leased = 0
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack: [0, num_free) are the free ids
         self._holders = np.zeros(num_blocks, np.int64)
+        self._tags: NDArray[np.object_] = np.full(num_blocks, None, object)
 
     def take(self, count: int) -> Ids | None:
         """Lease `count` free blocks; None, taking nothing, if fewer are free."""
@@ -65,6 +70,7 @@ class BlockPool:
         self.num_leased += count
         ids = self._free[self.num_free : self.num_free + count][::-1].copy()
         self._holders[ids] = 1
+        self._tags[ids] = None
         return ids
 
     def hold(self, ids: Ids) -> None:
@@ -115,6 +121,20 @@ class BlockPool:
         """Leases of each block."""
         leases: Counts = self._holders[ids] & LEASES
         return leases
+
+    def tag(self, ids: Ids, tags: Sequence[Tag]) -> None:
+        """Write a name on each block; it stays there until the block is taken anew, also while it is free."""
+        for block_id, tag in zip(ids.tolist(), tags, strict=True):
+            self._tags[block_id] = tag
+
+    def tags(self, ids: Ids) -> list[Tag | None]:
+        """Each block's tag; None: nobody has written one since it was taken."""
+        tags: list[Tag | None] = self._tags[ids].tolist()
+        return tags
+
+    def freed_since(self, num_free: int) -> Ids:
+        """The blocks that were freed since so many were free; nothing may have been taken in between."""
+        return self._free[num_free : self.num_free].copy()
 
     def ledger(self) -> Ledger:
         """The books, balanced.

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import Bug, LeaseError
-from .block_pool import BlockPool, Ledger
+from .block_pool import BlockPool, Ledger, Tag
 from .events import EventBatch, EventLog, Stored
-from .eviction import Evictor
+from .eviction import Evictor, OnEvict
 from .explain import Eviction, Explanation, MissReason, PrefixHit
 from .int_buffer import Ids, IntBuffer
 from .invariants import check_invariants
@@ -82,6 +82,7 @@ class KVCache:
         policy: RetentionPolicy | None = None,
         block_size: int = 16,
         event_capacity: int = 4_096,
+        on_evict: OnEvict | None = None,
     ) -> None:
         if not groups:
             raise ValueError("groups is empty; a model without attention needs no KV cache")
@@ -93,7 +94,7 @@ class KVCache:
         self._retention = Retention(policy or Lru(), clock, windows)
         self._events = EventLog(event_capacity)
         self._tree = RadixTree(self._pools, windows, block_size, self._retention, self._events)
-        self._evictor = Evictor(self._tree, self._retention, self._events, self.stats)
+        self._evictor = Evictor(self._tree, self._retention, self._events, self.stats, on_evict)
         self._leases: set[Lease] = set()
 
     # -- The life of a sequence ----------------------------------------------------------------------------------------
@@ -113,6 +114,22 @@ class KVCache:
             resumed: this sequence ran before and was preempted; its tokens are counted apart.
         """
         path, hit = self._look_up(namespace, _as_ids(token_ids))
+        for used in path:
+            used.num_hits += 1
+        lease = self._hold(namespace, path, hit)
+        self._count(hit, resumed)
+        return lease
+
+    def open_restore(self, namespace: bytes, token_ids: ArrayLike) -> Lease:
+        """Hold what is known of tokens whose KV is about to be brought in from elsewhere: nobody's request, no hit.
+
+        `grow` and `commit` it as any lease. The copies that `grow` asks for need not be made if the blocks they go to
+        are written whole.
+        """
+        path, hit = self._look_up(namespace, _as_ids(token_ids))
+        return self._hold(namespace, path, hit)
+
+    def _hold(self, namespace: bytes, path: list[RadixNode], hit: PrefixHit) -> Lease:
         root = self._tree.open_root(namespace)
         node = path[-1] if path else root
         cursor = Cursor(node, hit.num_tokens)
@@ -126,10 +143,7 @@ class KVCache:
             first_blocks.append(first)
         lease = Lease(self, hit, cursor, tables, first_blocks)
         self._leases.add(lease)
-        for used in path:
-            used.num_hits += 1
         self._retention.touch(path)
-        self._count(hit, resumed)
         return lease
 
     def grow(self, lease: Lease, num_tokens: int) -> list[BlockCopy] | None:
@@ -211,6 +225,16 @@ class KVCache:
             self._tree.retire_root(node)
         else:
             self._evictor.prune(node)
+
+    # -- What other tiers need -----------------------------------------------------------------------------------------
+
+    def tag(self, group: int, block_ids: Ids, tags: Sequence[Tag]) -> None:
+        """Say what the content of whole, committed blocks is called elsewhere. Forgotten when a block is taken anew."""
+        self._pools[group].tag(block_ids, tags)
+
+    def tags(self, group: int, block_ids: Ids) -> list[Tag | None]:
+        """What the content of these blocks is called; None where nobody has said so since they were taken."""
+        return self._pools[group].tags(block_ids)
 
     # -- Around it -----------------------------------------------------------------------------------------------------
 

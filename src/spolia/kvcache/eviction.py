@@ -10,25 +10,38 @@ no hit at or beyond that node's end looks at; when there are none, any. What a l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .events import EventLog
 from .explain import Eviction, MissReason
+from .int_buffer import Ids
 from .radix_tree import RadixNode, RadixTree
 from .retention import Retention
 from .stats import CacheStats
 
-__all__ = ["Evictor"]
+__all__ = ["Evictor", "OnEvict"]
+
+OnEvict: TypeAlias = Callable[[int, Ids], None]
+"""Hears of evicted blocks, (group, ids), once they are free and before anybody can take them: the time to copy them."""
 
 
 class Evictor:
     """Gives up what is least valuable, and says so: events, counters and the tree's memory of it."""
 
-    def __init__(self, tree: RadixTree, retention: Retention, events: EventLog, stats: CacheStats) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        retention: Retention,
+        events: EventLog,
+        stats: CacheStats,
+        on_evict: OnEvict | None = None,
+    ) -> None:
         self._tree = tree
+        self._on_evict = on_evict
         self._retention = retention
         self._events = events
         self._stats = stats
@@ -43,11 +56,12 @@ class Evictor:
     def cut(self, node: RadixNode, end: int) -> None:
         """Drop a leaf's tokens from `end` on, to make room."""
         policy = self._retention.policy.name
-        before = self._num_free()
+        before = [pool.num_free for pool in self._tree.pools]
         num_tokens = self._tree.cut(node, end, Eviction(self._retention.clock(), MissReason.EVICTED, policy))
         self._events.removed(node.namespace, node.branch, end, num_tokens, policy)
         self._stats.num_evicted_tokens += num_tokens
-        self._stats.num_evicted_blocks += self._num_free() - before
+        for group, num_free in enumerate(before):
+            self._note_freed(group, num_free)
 
     def prune(self, node: RadixNode) -> None:
         """Remove a leaf without any block, and so on upwards: there are such only where every group has a window."""
@@ -76,8 +90,12 @@ class Evictor:
         blocks = node.blocks[group].view[:stop]
         return np.flatnonzero((blocks >= 0) & (self._tree.pools[group].num_leases(blocks) == 0))
 
-    def _num_free(self) -> int:
-        return sum(pool.num_free for pool in self._tree.pools)
+    def _note_freed(self, group: int, num_free: int) -> None:
+        """Count the blocks that an eviction has freed, and tell of them while their KV is still there."""
+        ids = self._tree.pools[group].freed_since(num_free)
+        self._stats.num_evicted_blocks += len(ids)
+        if self._on_evict is not None and len(ids):
+            self._on_evict(group, ids)
 
     def _evict_leaves(self, group: int, num_blocks: int) -> bool:
         pool, block_size = self._tree.pools[group], self._tree.block_size
@@ -125,7 +143,7 @@ class Evictor:
                 wanted = indices[: num_blocks - pool.num_free]
                 before = pool.num_free
                 self._tree.give_up(node, group, wanted)
-                self._stats.num_evicted_blocks += pool.num_free - before
+                self._note_freed(group, before)
                 if len(wanted) < len(indices):
                     queue.push(node)
                 self.prune(node)
