@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import random
 import threading
 
 import pytest
 
-from spolia.engine import AsyncEngine, SamplingParams
+from spolia.engine import AsyncEngine, EngineConfig, SamplingParams
 from spolia.errors import Bug, InvalidRequest, ModelError, Overloaded
 
 from .toy import GREEDY, toy_answer, toy_engine
@@ -74,6 +75,63 @@ def test_a_reader_that_is_behind_gets_everything_in_one_delta():
     with_engine(test)
 
 
+def test_first_token_and_end_come_at_once_and_the_rest_in_intervals():
+    async def test(engine, core):
+        first, second = engine.generate([1], LONG), engine.generate([2, 3], GREEDY)
+        await second.output()
+        deltas = [delta async for delta in first]  # an interval is longer than the test may take
+        assert len(deltas[0].token_ids) < 200
+        assert len(deltas) <= 3, "its first token, what was there when the other ended, the rest"
+        assert [id_ for delta in deltas for id_ in delta.token_ids] == toy_answer([1], 200)
+
+    with_engine(test, stream_interval_ms=10_000)
+
+
+def test_what_waits_for_an_interval_does_not_wait_for_the_next_step():
+    async def test(engine, core):
+        gate, run, num_steps = threading.Event(), core.executable.run, itertools.count()
+
+        def run_to_the_gate(step, logits):
+            if next(num_steps) == 50:
+                assert gate.wait(30)
+            run(step, logits)
+
+        core.executable.run = run_to_the_gate
+        ids = []
+        async for delta in engine.generate([1], LONG):
+            ids += delta.token_ids
+            if len(ids) == 50:  # all there is: the 51st token's step stands at the gate
+                gate.set()
+        assert ids == toy_answer([1], 200)
+
+    with_engine(test, stream_interval_ms=5)
+
+
+def test_without_an_interval_a_reader_that_keeps_up_sees_each_token():
+    async def test(engine, core):
+        turn = threading.Semaphore(1)
+        run = core.executable.run
+
+        def run_when_read(step, logits):
+            assert turn.acquire(timeout=30)
+            run(step, logits)
+
+        core.executable.run = run_when_read
+        num_ids = []
+        async for delta in engine.generate([1], GREEDY):
+            num_ids.append(len(delta.token_ids))
+            turn.release()
+        assert num_ids == [1] * 8
+
+    with_engine(test, stream_interval_ms=0)
+
+
+@pytest.mark.parametrize("interval", [-1, float("nan"), float("inf"), 20_000, True, "5"])
+def test_an_impossible_interval_is_refused(interval):
+    with pytest.raises(InvalidRequest, match="stream_interval_ms"):
+        EngineConfig(stream_interval_ms=interval)
+
+
 def test_a_bad_request_raises_at_the_call():
     async def test(engine, core):
         with pytest.raises(InvalidRequest):
@@ -84,10 +142,11 @@ def test_a_bad_request_raises_at_the_call():
 
 def test_an_id_in_flight_is_refused_and_free_again_afterwards():
     async def test(engine, core):
-        stream = engine.generate([1], GREEDY, request_id="same")
+        stream = engine.generate([1], SamplingParams(temperature=0.0, max_tokens=1_900), request_id="same")
         with pytest.raises(InvalidRequest) as caught:
             engine.generate([2], GREEDY, request_id="same")
         assert caught.value.param == "request_id"
+        engine.abort("same")
         await stream.output()
         await engine.generate([2], GREEDY, request_id="same").output()
 

@@ -151,6 +151,7 @@ def toy_engine(
     observer: Any = None,
     sampler: Any = None,
     eos_token_ids: Sequence[int] = (),
+    stream_interval_ms: float = 16.0,
 ) -> Engine:
     """An engine on the toy, with the cache checked after each step."""
     executable = ToyExecutable(windows)
@@ -181,7 +182,12 @@ def toy_engine(
         namespace=lambda salt: namespace_key(model="toy", salt=salt),
         clock=clock,
     )
-    config = EngineConfig(max_batch_tokens=max_batch_tokens, max_sequences=max_sequences, max_context=max_context)
+    config = EngineConfig(
+        max_batch_tokens=max_batch_tokens,
+        max_sequences=max_sequences,
+        max_context=max_context,
+        stream_interval_ms=stream_interval_ms,
+    )
     return Engine(model=ToyModel(), config=config, admission=admission, core=core)  # type: ignore[arg-type]
 
 

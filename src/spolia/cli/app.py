@@ -19,6 +19,7 @@ from spolia.cli.flags import (
     SamplingFlags,
     SeedFlag,
     StopFlag,
+    StreamIntervalFlag,
     TemperatureFlag,
     ThreadsFlag,
     TopKFlag,
@@ -95,13 +96,19 @@ def serve(
     kv_memory: KvMemoryFlag = None,
     threads: ThreadsFlag = None,
     max_context: MaxContextFlag = None,
+    stream_interval: StreamIntervalFlag = None,
     check: CheckFlag = None,
 ) -> None:
     """Serve MODEL to OpenAI's clients. Ctrl-C finishes what runs, and twice aborts it."""
     from spolia.cli.serve import run
 
     engine = EngineFlags(
-        kv_dtype=kv_dtype, kv_memory=kv_memory, num_threads=threads, max_context=max_context, check=check
+        kv_dtype=kv_dtype,
+        kv_memory=kv_memory,
+        num_threads=threads,
+        max_context=max_context,
+        stream_interval_ms=stream_interval,
+        check=check,
     )
     run(model, name=name, engine=engine, host=host, port=port, max_waiting=max_waiting)
 

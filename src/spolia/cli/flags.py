@@ -27,6 +27,7 @@ __all__ = [
     "SamplingFlags",
     "SeedFlag",
     "StopFlag",
+    "StreamIntervalFlag",
     "TemperatureFlag",
     "ThreadsFlag",
     "TopKFlag",
@@ -77,6 +78,14 @@ MaxContextFlag = Annotated[
         "--max-context", help="Most tokens of a prompt and its answer. Default: the model's own, or as many as fit."
     ),
 ]
+StreamIntervalFlag = Annotated[
+    float | None,
+    typer.Option(
+        "--stream-interval",
+        metavar="MS",
+        help="Streams get new text at most this often, in milliseconds. Default: 16. 0: each token on its own.",
+    ),
+]
 CheckFlag = Annotated[
     bool | None, typer.Option("--check", help="Verify every invariant of the cache after each step. Slow.")
 ]
@@ -111,6 +120,7 @@ class EngineFlags:
     kv_memory: int | None = None
     num_threads: int | None = None
     max_context: int | None = None
+    stream_interval_ms: float | None = None
     check: bool | None = None
 
     def config(self) -> EngineConfig:

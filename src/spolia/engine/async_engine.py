@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -46,6 +47,8 @@ class AsyncEngine:
     ) -> None:
         self._engine = model if isinstance(model, Engine) else build_engine(model, config, observer=observer)
         self._thread: EngineThread[_Mailbox] = EngineThread(self._engine.core, _deliver)
+        # By id of the loop, which lives as long as its outbox, and that as long as its streams.
+        self._outboxes: weakref.WeakValueDictionary[int, _Outbox] = weakref.WeakValueDictionary()
         weakref.finalize(self, self._thread.close)  # the thread ends with its owner, or before the interpreter does
 
     @property
@@ -93,9 +96,17 @@ class AsyncEngine:
             Bug: the engine has failed; see `failure`.
         """
         request = self._engine.admission.admit(prompt, params, request_id=request_id, cache_salt=cache_salt)
-        mailbox = _Mailbox(asyncio.get_running_loop())
+        mailbox = _Mailbox(self._outbox())
         self._thread.submit([(request, mailbox)])
         return TokenStream(request, mailbox, self._thread.abort)
+
+    def _outbox(self) -> _Outbox:
+        """The running loop's."""
+        loop = asyncio.get_running_loop()
+        outbox = self._outboxes.get(id(loop))
+        if outbox is None:
+            outbox = self._outboxes[id(loop)] = _Outbox(loop, self.config.stream_interval_ms / 1e3)
+        return outbox
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is: waiting, in its prompt, or generating.
@@ -131,7 +142,8 @@ class TokenStream:
     """An answer as it comes: an async iterator of deltas, the last of which carries the whole `RequestOutput`.
 
     Ending early ends the request: leaving `async with`, `aclose()`, cancelling a task that waits for the next delta, or
-    dropping the stream. A reader that is behind gets several steps' tokens as one delta.
+    dropping the stream. What several steps computed within `EngineConfig.stream_interval_ms`, or while the reader was
+    behind, comes as one delta.
 
     Attributes:
         request: as admitted: its id, prompt ids, resolved `max_tokens` and seed.
@@ -198,12 +210,17 @@ class TokenStream:
 
 
 class _Mailbox:
-    """Where one stream's events wait. Filled and read on its loop's thread only."""
+    """Where one stream's events wait. Filled and read on its loop's thread only.
 
-    __slots__ = ("_event", "_waiter", "loop")
+    Attributes:
+        has_begun: its first event is on its way. The engine's thread owns it.
+    """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
+    __slots__ = ("_event", "_waiter", "has_begun", "outbox")
+
+    def __init__(self, outbox: _Outbox) -> None:
+        self.outbox = outbox
+        self.has_begun = False
         self._event: Delta | SpoliaError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -217,23 +234,63 @@ class _Mailbox:
 
     async def get(self) -> Delta | SpoliaError:
         while self._event is None:
-            self._waiter = self.loop.create_future()
+            self._waiter = self.outbox.loop.create_future()
             await self._waiter
         event, self._event = self._event, None
         return event
 
 
-def _deliver(events: Sequence[tuple[_Mailbox, Delta | SpoliaError]]) -> None:
-    """Hand events over to their loops, one wake-up a loop."""
-    loops = {mailbox.loop for mailbox, _ in events}
-    for loop in loops:
-        mine = events if len(loops) == 1 else [event for event in events if event[0].loop is loop]
+class _Outbox:
+    """Events on their way from the engine's thread to the streams of one event loop.
+
+    An answer's first token, its end and errors go at once; what comes between goes at most once an interval, for all
+    streams together. A loop that is woken for every token of every stream takes the cores from the step that computes
+    the next ones, and nobody reads text that changes more often than a screen does.
+
+    While a timer runs it is the timer that empties the outbox, so the engine's thread wakes the loop only for what is
+    urgent, or when the loop has had nothing to do for an interval.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
+        self.loop = loop
+        self._interval_s = interval_s
+        self._timer: asyncio.TimerHandle | None = None  # of the loop's thread
+        self._lock = threading.Lock()  # guards the fields below
+        self._events: list[tuple[_Mailbox, Delta | SpoliaError]] = []
+        self._is_timed = False
+        self._is_woken = False
+
+    def put(self, events: Sequence[tuple[_Mailbox, Delta | SpoliaError]], *, urgent: bool) -> None:
+        """On the engine's thread."""
+        with self._lock:
+            self._events += events
+            if self._is_woken or (self._is_timed and not urgent):
+                return
+            self._is_woken = True
         try:
-            loop.call_soon_threadsafe(_put_all, mine)
+            self.loop.call_soon_threadsafe(self._empty)
         except RuntimeError:  # the loop is closed, so nobody is left to read: dropping is right
-            continue
+            return
+
+    def _empty(self) -> None:
+        with self._lock:
+            events, self._events = self._events, []
+            self._is_woken = False
+            self._is_timed = bool(events) and self._interval_s > 0
+        for mailbox, event in events:
+            mailbox.put(event)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(self._interval_s, self._empty) if self._is_timed else None
 
 
-def _put_all(events: Sequence[tuple[_Mailbox, Delta | SpoliaError]]) -> None:
+def _deliver(events: Sequence[tuple[_Mailbox, Delta | SpoliaError]]) -> None:
+    """Hand events over to their loops. On the engine's thread."""
+    urgent = False
     for mailbox, event in events:
-        mailbox.put(event)
+        if not mailbox.has_begun or isinstance(event, SpoliaError) or event.output is not None:
+            mailbox.has_begun = urgent = True
+    outboxes = {mailbox.outbox for mailbox, _ in events}
+    for outbox in outboxes:
+        mine = events if len(outboxes) == 1 else [event for event in events if event[0].outbox is outbox]
+        outbox.put(mine, urgent=urgent)

@@ -11,6 +11,7 @@ from spolia.kernels import BACKENDS, KvDtype
 __all__ = ["EngineConfig"]
 
 _MAX_THREADS = 1024
+_MAX_INTERVAL_MS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class EngineConfig:
             pools.
         max_batch_tokens: token budget of a step. Long prompts are computed in pieces of at most this.
         max_sequences: most sequences that run at a time, each of which needs a token a step; more wait.
+        stream_interval_ms: `AsyncEngine`'s streams get what was generated at most this often, but for an answer's first
+            token and its end, which come at once. 0: every token on its own.
         backend: a key of `kernels.BACKENDS`: "cpu", or "reference" (slow, exact numpy).
         cache_salt: engine-wide secret mixed into every namespace, so that nobody outside can guess keys.
         check: verify every invariant of the cache after each step. Slow.
@@ -37,6 +40,7 @@ class EngineConfig:
     max_context: int | None = None
     max_batch_tokens: int = 256
     max_sequences: int = 64
+    stream_interval_ms: float = 16.0
     backend: str = "cpu"
     cache_salt: str = ""
     check: bool = False
@@ -58,6 +62,12 @@ class EngineConfig:
                 raise InvalidRequest(f"{name} is {value!r}; it must be an integer", param=name)
             if value < 1:
                 raise InvalidRequest(f"{name} is {value}; it must be at least 1", param=name)
+        interval = self.stream_interval_ms
+        if isinstance(interval, bool) or not isinstance(interval, int | float) or not 0 <= interval <= _MAX_INTERVAL_MS:
+            raise InvalidRequest(
+                f"stream_interval_ms is {interval!r}; it must be a number from 0 to {_MAX_INTERVAL_MS}",
+                param="stream_interval_ms",
+            )
         if self.num_threads is not None and self.num_threads > _MAX_THREADS:
             raise InvalidRequest(
                 f"num_threads is {self.num_threads}; it must be {_MAX_THREADS} at most, and more than the machine has "
