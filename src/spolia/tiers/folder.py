@@ -1,0 +1,319 @@
+"""A tier in a local folder: one file an extent, and the folder is the index.
+
+    DIR/spolia-kv-1/3f/3f09c4...e1.kv     one extent, by its key
+    DIR/spolia-kv-1/tmp/4711-12.part      being written; locked by its writer as long as that lives
+
+A file appears under its name by a rename, complete or not at all, so a process that is killed leaves nothing but a
+`.part` that nobody holds the lock of, which the next one removes. After a power cut a file may have the right name and
+wrong bytes: the extent's seal tells. Recency is the file's modification time. Several processes may share a folder:
+each sees the others' files, and counts them when it looks through the folder again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from spolia.errors import InvalidRequest, StorageUnavailable
+
+from .backend import Buffer, Entry, Health
+from .keys import KEY_BYTES
+
+__all__ = ["FolderBackend"]
+
+_RESCAN_SHARE = 8
+"""The folder is looked through again when 1/8 of the capacity has been written: others may write there, too."""
+
+_STEP_NS = 1_000
+"""Between the modification times of a chain's files, so that after a restart its tail still goes before its head."""
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class FolderBackend:
+    """Extents as files under `folder`, at most `capacity_bytes` of them.
+
+    Args:
+        folder: made if it is not there.
+        capacity_bytes: of all files together; None: no limit.
+
+    Raises:
+        InvalidRequest: the folder cannot be made or written to.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        capacity_bytes: int | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.folder = Path(folder)
+        self._capacity = capacity_bytes
+        self._clock = clock
+        self._files = self.folder / "spolia-kv-1"
+        self._parts = self._files / "tmp"
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # guards what follows
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # by key, the least recently used first
+        self._num_bytes = 0  # the sum of these
+        self._num_reserved_bytes = 0  # being written
+        self._num_unseen_bytes = 0  # written since the last look through the folder
+        try:
+            self._parts.mkdir(parents=True, exist_ok=True)
+            self._write_file(b"", None)  # a folder that cannot be written to is told now
+        except OSError as error:
+            raise InvalidRequest(
+                f"the KV folder {self.folder} cannot be used: {error.strerror}; choose another, or make it writable",
+                param="kv_disk",
+            ) from error
+        self.sweep()
+        self._scan()
+        with self._lock:
+            doomed = self._over_capacity(0)
+        self._remove(doomed)
+
+    # -- StorageBackend ------------------------------------------------------------------------------------------------
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            known = [key in self._sizes for key in keys]
+        return [here or os.path.exists(self._path(key)) for here, key in zip(known, keys, strict=True)]
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[int | None]:
+        return [self._read(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+
+    def put(self, keys: Sequence[bytes], values: Sequence[Buffer]) -> list[bool]:
+        return [self._put(key, value) for key, value in zip(keys, values, strict=True)]
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._forget(key)
+        self._remove(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        now_ns = int(self._clock() * 1e9)
+        with self._lock:
+            here = [key for key in keys if key in self._sizes]
+            for key in reversed(here):
+                self._sizes.move_to_end(key)
+        for depth, key in enumerate(here):
+            used_ns = now_ns - depth * _STEP_NS
+            try:
+                os.utime(self._path(key), ns=(used_ns, used_ns))
+            except FileNotFoundError:
+                with self._lock:
+                    self._forget(key)
+            except OSError as error:
+                raise self._unavailable(error) from error
+
+    def health(self) -> Health:
+        with self._lock:
+            return Health(len(self._sizes), self._num_bytes, self._capacity)
+
+    def close(self) -> None:
+        return
+
+    # -- For whoever looks after the folder ----------------------------------------------------------------------------
+
+    def entries(self) -> Iterator[Entry]:
+        """What lies in the folder now, the least recently used first."""
+        self._scan()
+        with self._lock:
+            keys = list(self._sizes)
+        for key in keys:
+            try:
+                status = os.stat(self._path(key))
+            except FileNotFoundError:
+                continue
+            yield Entry(key, status.st_size, status.st_mtime)
+
+    def sweep(self) -> int:
+        """Remove what killed writers left behind; how many files. What a living process is writing stays."""
+        num_removed = 0
+        for part in self._parts.glob("*.part"):
+            try:
+                with part.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    part.unlink()
+                    num_removed += 1
+            except OSError:
+                continue  # held by its writer, or just renamed
+        return num_removed
+
+    # -- Parts ---------------------------------------------------------------------------------------------------------
+
+    def _path(self, key: bytes) -> str:
+        name = key.hex()
+        return f"{self._files}/{name[:2]}/{name}.kv"
+
+    def _scan(self) -> None:
+        """Take the folder's files as what there is."""
+        found: list[tuple[int, bytes, int]] = []
+        try:
+            for shard in os.scandir(self._files):
+                if len(shard.name) != 2:
+                    continue
+                for file in os.scandir(shard):
+                    key = _key_of(file.name)
+                    if key is not None:
+                        status = file.stat()
+                        found.append((status.st_mtime_ns, key, status.st_size))
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                raise self._unavailable(error) from error
+        found.sort()
+        with self._lock:
+            self._sizes = OrderedDict((key, size) for _, key, size in found)
+            self._num_bytes = sum(self._sizes.values())
+            self._num_unseen_bytes = 0
+
+    def _read(self, key: bytes, buffer: Buffer) -> int | None:
+        try:
+            descriptor = os.open(self._path(key), os.O_RDONLY)
+        except FileNotFoundError:
+            with self._lock:
+                self._forget(key)
+            return None
+        except OSError as error:
+            raise self._unavailable(error) from error
+        try:
+            if os.fstat(descriptor).st_size > len(buffer):
+                return None
+            size = 0
+            while size < len(buffer):
+                count = os.readv(descriptor, [buffer[size:]])
+                if not count:
+                    break
+                size += count
+            return size
+        except OSError as error:
+            raise self._unavailable(error) from error
+        finally:
+            os.close(descriptor)
+
+    def _put(self, key: bytes, value: Buffer) -> bool:
+        size = len(value)
+        if self._capacity is not None and size > self._capacity:
+            return False
+        with self._lock:
+            if key in self._sizes:
+                return True
+            doomed = self._over_capacity(size)
+            self._num_reserved_bytes += size
+        try:
+            self._remove(doomed)
+            self._write(key, value)
+        finally:
+            with self._lock:
+                self._num_reserved_bytes -= size
+        with self._lock:
+            if key not in self._sizes:
+                self._sizes[key] = size
+                self._num_bytes += size
+                self._num_unseen_bytes += size
+            is_due = self._capacity is not None and self._num_unseen_bytes > self._capacity // _RESCAN_SHARE
+        if is_due:
+            self._scan()
+        return True
+
+    def _write(self, key: bytes, value: Buffer) -> None:
+        """Write a file; on a full disk, in place of the least recently used."""
+        for num_left in (2, 1, 0):
+            try:
+                self._write_file(value, self._path(key))
+                return
+            except OSError as error:
+                if num_left and error.errno in _NO_ROOM and self._give_way(2 * len(value)):
+                    continue
+                if num_left and error.errno == errno.ENOENT:  # the first of its shard, or the folder was deleted
+                    self._make_folders(key)
+                    continue
+                raise self._unavailable(error) from error
+
+    def _make_folders(self, key: bytes) -> None:
+        try:
+            if not self._parts.exists():
+                self._parts.mkdir(parents=True)
+                self._scan()
+            os.makedirs(os.path.dirname(self._path(key)), exist_ok=True)
+        except OSError as error:
+            raise self._unavailable(error) from error
+
+    def _write_file(self, value: Buffer | bytes, path: str | None) -> None:
+        """Write a file whole before it appears as `path`; None: just try. Nothing is left of a failure."""
+        part = self._parts / f"{os.getpid()}-{id(self):x}-{next(self._numbers)}.part"
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            view = memoryview(value)
+            while len(view):
+                view = view[os.write(descriptor, view) :]
+            if path is not None:
+                os.rename(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        if path is None:
+            part.unlink(missing_ok=True)
+
+    def _give_way(self, num_bytes: int) -> bool:
+        """Delete the least recently used files of about that size; False if there are none."""
+        doomed = []
+        with self._lock:
+            while self._sizes and num_bytes > 0:
+                key, size = self._sizes.popitem(last=False)
+                self._num_bytes -= size
+                num_bytes -= size
+                doomed.append(key)
+        self._remove(doomed)
+        return bool(doomed)
+
+    def _over_capacity(self, size: int) -> list[bytes]:
+        """Forget what must go for `size` more bytes to fit. The lock is held."""
+        doomed = []
+        while (
+            self._capacity is not None
+            and self._sizes
+            and self._num_bytes + self._num_reserved_bytes + size > self._capacity
+        ):
+            key, freed = self._sizes.popitem(last=False)
+            self._num_bytes -= freed
+            doomed.append(key)
+        return doomed
+
+    def _forget(self, key: bytes) -> None:
+        self._num_bytes -= self._sizes.pop(key, 0)
+
+    def _remove(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            try:
+                os.unlink(self._path(key))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise self._unavailable(error) from error
+
+    def _unavailable(self, error: OSError) -> StorageUnavailable:
+        return StorageUnavailable(f"the KV folder {self.folder} fails: {error.strerror}")
+
+
+def _key_of(name: str) -> bytes | None:
+    """The key of a file name; None if it is not one of ours."""
+    stem, _, suffix = name.partition(".")
+    if suffix != "kv" or len(stem) != 2 * KEY_BYTES:
+        return None
+    try:
+        return bytes.fromhex(stem)
+    except ValueError:
+        return None

@@ -1,0 +1,295 @@
+"""A backend in service: see `Tier`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spolia.errors import StorageUnavailable
+
+from .backend import Buffer, Health, StorageBackend
+from .extent import Checksum, ExtentError, Sealer, open_extent
+
+__all__ = ["Tier", "TierState", "TierStats"]
+
+logger = logging.getLogger("spolia.tiers")
+
+_FIRST_RETRY_S = 1.0
+_LAST_RETRY_S = 60.0
+
+_MAX_KNOWN = 1 << 16
+"""Keys that a tier remembers to have: what it knows need not be offered to it again."""
+
+
+class TierState(StrEnum):
+    """Whether a tier is asked."""
+
+    UP = "up"
+    DOWN = "down"
+    """It failed; it is tried again after a while."""
+    STALLED = "stalled"
+    """A call has not returned for long. Nothing else is asked of it until that returns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """A tier at this moment; counters only grow.
+
+    Attributes:
+        reason: why it is not up; "" if it is.
+        num_hits, num_misses: blocks that were asked for.
+        num_refused: blocks that came back other than they were stored, and were dropped.
+        num_failures: calls that failed.
+        read_bytes_per_s: as measured, verification included; None before the first read.
+    """
+
+    name: str
+    state: TierState
+    reason: str
+    health: Health
+    num_hits: int
+    num_misses: int
+    num_refused: int
+    num_failures: int
+    num_read_bytes: int
+    num_written_bytes: int
+    read_bytes_per_s: float | None
+
+
+class Tier:
+    """Seals what goes down, trusts nothing that comes up, and keeps a backend that fails or hangs from being asked.
+
+    Never raises for what a backend does: a tier that cannot answer misses, and says so in its `stats`. After a failure
+    it is left alone for a second, after the next for two, and so on up to a minute. Any thread may call.
+
+    Args:
+        name: for people and metrics.
+        stall_s: a call that takes longer than this shuts the tier until it returns.
+        clock: seconds; only differences matter.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        backend: StorageBackend,
+        *,
+        sealer: Sealer | None = None,
+        stall_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.backend = backend
+        self._sealer: Sealer = sealer or Checksum()
+        self._stall_s = stall_s
+        self._clock = clock
+        self._lock = threading.Lock()  # guards all below
+        self._calls: dict[int, float] = {}  # in flight: when they began
+        self._num_calls = 0
+        self._retry_s: float | None = None  # when to try again; None: up
+        self._backoff_s = _FIRST_RETRY_S
+        self._reason = ""
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._num_hits = self._num_misses = self._num_refused = self._num_failures = 0
+        self._num_read_bytes = self._num_written_bytes = 0
+        self._read_bytes_per_s: float | None = None
+        self._health = Health(None, None, None)
+
+    @property
+    def state(self) -> TierState:
+        with self._lock:
+            return self._state()
+
+    @property
+    def read_bytes_per_s(self) -> float | None:
+        return self._read_bytes_per_s
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether there is any point in asking: it is up, or it is time to try again."""
+        with self._lock:
+            state = self._state()
+            return state is TierState.UP or (
+                state is TierState.DOWN and self._retry_s is not None and self._clock() >= self._retry_s
+            )
+
+    def knows(self, key: bytes) -> bool:
+        """Whether it had this key when it was last asked. Costs nothing."""
+        with self._lock:
+            return key in self._known
+
+    def count(self, keys: Sequence[bytes]) -> int:
+        """How many of these it has, from the first one on without a gap."""
+        with self._call() as is_usable:
+            if is_usable:
+                found = self.backend.exists(keys)
+                return next((i for i, here in enumerate(found) if not here), len(keys))
+        return 0
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[NDArray[np.uint8] | None]:
+        """The payload of each key, a view of its buffer; None for a miss, also for what was not to be trusted.
+
+        Args:
+            buffers: each as large as its extent.
+        """
+        payloads: list[NDArray[np.uint8] | None] = [None] * len(keys)
+        with self._call() as is_usable:
+            if not is_usable:
+                return payloads
+            started_s = self._clock()
+            sizes = self.backend.get_into(keys, buffers)
+            refused = []
+            for i, (key, buffer, size) in enumerate(zip(keys, buffers, sizes, strict=True)):
+                if size is None:
+                    continue
+                try:
+                    payloads[i] = open_extent(buffer[:size], self._sealer, key)[1]
+                except ExtentError as error:
+                    logger.warning("tier=%s dropped block %s: %s", self.name, key.hex(), error)
+                    refused.append(key)
+            self._note_read(keys, payloads, refused, self._clock() - started_s)
+            if refused:
+                self.backend.delete(refused)
+        return payloads
+
+    def put(self, keys: Sequence[bytes], extents: Sequence[Buffer]) -> int:
+        """Seal and store extents, in place; how many it took."""
+        with self._call() as is_usable:
+            if not is_usable:
+                return 0
+            for extent in extents:
+                self._sealer.seal(extent)
+            taken = self.backend.put(keys, extents)
+            with self._lock:
+                for key, extent, is_taken in zip(keys, extents, taken, strict=True):
+                    if is_taken:
+                        self._num_written_bytes += len(extent)
+                        self._learn(key)
+            return sum(taken)
+        return 0
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._known.pop(key, None)
+        with self._call() as is_usable:
+            if is_usable:
+                self.backend.delete(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """They were used; the first is to be kept longest."""
+        with self._call() as is_usable:
+            if is_usable:
+                self.backend.touch(keys)
+
+    @property
+    def stats(self) -> TierStats:
+        """Costs no I/O: how full it is dates from its last call."""
+        with self._lock:
+            state = self._state()
+            reason = self._reason
+            if state is TierState.STALLED:
+                waited_s = self._clock() - min(self._calls.values())
+                reason = f"a call has not returned for {waited_s:.0f} s"
+            return TierStats(
+                name=self.name,
+                state=state,
+                reason=reason,
+                health=self._health,
+                num_hits=self._num_hits,
+                num_misses=self._num_misses,
+                num_refused=self._num_refused,
+                num_failures=self._num_failures,
+                num_read_bytes=self._num_read_bytes,
+                num_written_bytes=self._num_written_bytes,
+                read_bytes_per_s=self._read_bytes_per_s,
+            )
+
+    def close(self) -> None:
+        self.backend.close()
+
+    # -- Parts ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _call(self) -> Iterator[bool]:
+        """Around each use of the backend; yields whether it may be used. What it raises ends here."""
+        if not self.is_usable:
+            yield False
+            return
+        with self._lock:
+            self._num_calls += 1
+            number = self._num_calls
+            self._calls[number] = self._clock()
+        try:
+            yield True
+            health = self.backend.health()
+        except Exception as error:
+            self._note_failure(error)
+        else:
+            self._note_success(health)
+        finally:
+            with self._lock:
+                del self._calls[number]
+
+    def _state(self) -> TierState:
+        if self._calls and self._clock() - min(self._calls.values()) > self._stall_s:
+            return TierState.STALLED
+        return TierState.UP if self._retry_s is None else TierState.DOWN
+
+    def _note_failure(self, error: Exception) -> None:
+        reason = str(error) if isinstance(error, StorageUnavailable) else f"{type(error).__name__}: {error}"
+        with self._lock:
+            was_up = self._retry_s is None
+            self._num_failures += 1
+            self._reason = reason
+            self._retry_s = self._clock() + self._backoff_s
+            self._backoff_s = min(2 * self._backoff_s, _LAST_RETRY_S)
+        if was_up:
+            logger.warning("tier=%s is down, requests go on without it: %s", self.name, reason)
+
+    def _note_success(self, health: Health) -> None:
+        with self._lock:
+            was_down = self._retry_s is not None
+            self._retry_s = None
+            self._backoff_s = _FIRST_RETRY_S
+            self._reason = ""
+            self._health = health
+        if was_down:
+            logger.warning("tier=%s is up again", self.name)
+
+    def _note_read(
+        self,
+        keys: Sequence[bytes],
+        payloads: Sequence[NDArray[np.uint8] | None],
+        refused: Sequence[bytes],
+        duration_s: float,
+    ) -> None:
+        num_bytes = sum(payload.nbytes for payload in payloads if payload is not None)
+        with self._lock:
+            for key, payload in zip(keys, payloads, strict=True):
+                if payload is None:
+                    self._num_misses += 1
+                    self._known.pop(key, None)
+                else:
+                    self._num_hits += 1
+                    self._learn(key)
+            self._num_refused += len(refused)
+            self._num_read_bytes += num_bytes
+            if num_bytes and duration_s > 0:
+                rate = num_bytes / duration_s
+                before = self._read_bytes_per_s
+                self._read_bytes_per_s = rate if before is None else 0.7 * before + 0.3 * rate
+
+    def _learn(self, key: bytes) -> None:
+        self._known[key] = None
+        self._known.move_to_end(key)
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
