@@ -172,6 +172,17 @@ def test_a_line_that_cannot_be_answered_ends_a_script_and_not_a_conversation(smo
     assert typed.stderr.count("reused") == 2
 
 
+def test_output_that_cannot_be_written_is_one_line_and_status_1(smollm2_path: Path):
+    for command in (["generate", "smollm2", "Hi", "-n", "4", *SMALL], ["models"]):
+        with open("/dev/full", "w") as full:
+            result = subprocess.run(
+                [sys.executable, "-m", "spolia", *command], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300
+            )
+        assert result.returncode == 1
+        assert result.stderr.splitlines()[-1] == "spolia: the output cannot be written: No space left on device"
+        assert "Traceback" not in result.stderr
+
+
 def test_chat_needs_a_chat_template(gemma3_path: Path):
     assert_one_line_of_error(spolia("chat", "gemma3:270m", *SMALL), 2, "base model", "spolia generate")
 

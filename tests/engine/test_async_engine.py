@@ -308,7 +308,7 @@ def test_closing_answers_whoever_waits():
         outputs = [await stream.output() for stream in streams]
         assert [output.finish_reason for output in outputs] == ["abort"] * 3
         await engine.aclose()
-        with pytest.raises(Overloaded):
+        with pytest.raises(Overloaded, match="closed"):
             engine.generate([1], GREEDY)
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from spolia.engine import LLM, SamplingParams
-from spolia.errors import Bug, InvalidRequest
+from spolia.errors import Bug, InvalidRequest, Overloaded
 
 from .toy import GREEDY, toy_answer, toy_engine
 
@@ -45,6 +45,20 @@ def test_a_list_of_prompts_with_a_bad_one_starts_none(llm):
     with pytest.raises(InvalidRequest):
         llm.generate([[1], [9999]], GREEDY)
     assert llm.stats.counters.num_steps == 0
+
+
+@pytest.mark.parametrize("salt", ["\ud800", 5, None, b"x"])
+def test_a_salt_that_is_no_text_is_refused_by_name(llm, salt):
+    with pytest.raises(InvalidRequest, match="cache_salt is") as caught:
+        llm.generate("hi", GREEDY, cache_salt=salt)
+    assert caught.value.param == "cache_salt"
+
+
+def test_a_closed_one_says_that_it_is_closed():
+    llm = LLM(toy_engine())
+    llm.close()
+    with pytest.raises(Overloaded, match="the engine is closed"):
+        llm.generate("hi", GREEDY)
 
 
 def test_params_must_match_prompts(llm):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import random
 import subprocess
@@ -460,6 +461,26 @@ def test_what_goes_wrong_with_the_hub_is_one_line(hub: Callable[..., FakeHub]) -
     hub(OSError("no route to host\nand more"))
     with pytest.raises(ModelError, match=r"cannot fetch hf:owner/repo from Hugging Face: no route to host\. Check"):
         resolve("hf:owner/repo")
+
+
+def test_a_hub_error_that_is_a_sentence_ends_with_one_full_stop(hub: Callable[..., FakeHub]) -> None:
+    hub(OSError("No such repository."))
+    with pytest.raises(ModelError, match=r"No such repository\. Check"):
+        resolve("hf:owner/repo")
+
+
+def test_the_hub_librarys_lines_about_retries_are_not_shown(
+    hub: Callable[..., FakeHub], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import huggingface_hub
+
+    hub(["model.gguf"])
+    log = logging.getLogger("huggingface_hub.utils._http")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: log.warning("Retrying in 1s") or "/x")
+    resolve("hf:owner/repo")
+    assert caplog.text == ""
+    log.warning("afterwards")
+    assert "afterwards" in caplog.text
 
 
 @pytest.mark.parametrize("source", ["hf:", "hf:owner", "hf:owner/", "hf:/repo"])

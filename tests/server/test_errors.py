@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from contextlib import ExitStack, suppress
 
 import httpx
@@ -117,6 +118,17 @@ BAD_CHATS = [
     ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
     ({"logprobs": 3}, "logprobs"),
     ({"tools": "weather"}, "tools"),
+    ({"tools": [{}]}, "tools[0].function"),
+    ({"tools": [{"type": "search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+    ({"tools": [{"function": {"name": "f", "parameters": "x"}}]}, "tools[0].function.parameters"),
+    ({"messages": [*HELLO, {"role": "assistant", "tool_calls": "f()"}]}, "messages[1].tool_calls"),
+    ({"messages": [*HELLO, {"role": "assistant", "tool_calls": ["f"]}]}, "messages[1].tool_calls[0]"),
+    ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0].function"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"chat_template_kwargs": {"messages": HELLO}}, "chat_template_kwargs"),
@@ -218,6 +230,17 @@ def test_a_body_over_the_limit_is_413_declared_or_not():
         chunked = httpx.post(url + COMPLETIONS, content=(b"[" * 100 for _ in range(100)))
         assert chunked.status_code == 413
         assert check_shape(chunked)["code"] == "body_too_large"
+    asyncio.run(engine.aclose())
+
+
+def test_a_body_that_stops_half_way_is_408_and_its_connection_ends():
+    engine = chatty_engine()
+    with serving({"toy": engine}, ServerConfig(body_timeout_s=0.2)) as url:
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), timeout=20) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            answer = b"".join(iter(lambda: client.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"body_too_slow" in answer
     asyncio.run(engine.aclose())
 
 

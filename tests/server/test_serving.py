@@ -73,6 +73,16 @@ def test_a_second_signal_aborts_what_runs(process):
     assert process.wait() == 0
 
 
+def test_one_signal_does_not_wait_long_for_a_client_that_never_finishes_its_request(process):
+    with socket.create_connection(("127.0.0.1", httpx.URL(process.url).port or 0), timeout=20) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        httpx.get(f"{process.url}/health")  # answered after what came before it was read
+        process.signal(signal.SIGTERM)
+        assert client.recv(4096).startswith(b"HTTP/1.1 408 ")
+        assert process.wait() == 0
+    assert not process.find("Traceback")
+
+
 def test_a_second_signal_does_not_wait_for_a_client_that_never_finishes_its_request(process):
     with socket.create_connection(("127.0.0.1", httpx.URL(process.url).port or 0)) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")

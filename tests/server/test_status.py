@@ -142,6 +142,13 @@ def test_long_texts_are_encoded_too(toy_url):
     assert httpx.post(f"{toy_url}/tokenize", json={"prompt": text}).json()["count"] == len(text)
 
 
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/version", "/v1/models"])
+def test_head_is_get_without_a_body(toy_url, path):
+    head, get = httpx.head(toy_url + path), httpx.get(toy_url + path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
 def test_the_version_is_told(toy_url):
     assert httpx.get(f"{toy_url}/version").json() == {"version": spolia.__version__}
 

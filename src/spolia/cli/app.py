@@ -54,12 +54,21 @@ ModelArgument = Annotated[
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 asked for something impossible."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, where it can be told; at the interpreter's end it would be a traceback
     except SpoliaError as error:
         if os.environ.get("SPOLIA_DEBUG"):
             raise
         print(f"spolia: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InvalidRequest) else 1)
+    except OSError as error:
+        if os.environ.get("SPOLIA_DEBUG") or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write would fail again
+        print(f"spolia: the output cannot be written: {error.strerror or error}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _show_version(wanted: bool) -> None:

@@ -58,6 +58,7 @@ class Admission:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params is {params!r}; give SamplingParams(...)", param="params")
+        _check_salt(cache_salt)
         token_ids = self._token_ids(prompt)
         final_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
         if params.min_tokens and len(final_ids) >= self.vocab_size:
@@ -121,3 +122,14 @@ class Admission:
                 code="kv_memory_exceeded",
             )
         return params.max_tokens if params.max_tokens is not None else limit - num_prompt_tokens
+
+
+def _check_salt(salt: object) -> None:
+    if not isinstance(salt, str):
+        raise InvalidRequest(f"cache_salt is {salt!r}; it must be text", param="cache_salt")
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"cache_salt is {salt!r}, which is no text: {error.reason} at character {error.start}", param="cache_salt"
+        ) from None

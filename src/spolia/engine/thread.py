@@ -97,6 +97,11 @@ class EngineThread(Generic[S]):
         with self._changed:
             self._refusal = self._refusal or Overloaded("the engine is shutting down and takes no new requests")
 
+    def _refuse_for_good(self) -> None:
+        with self._changed:
+            if not isinstance(self._refusal, Bug):
+                self._refusal = Overloaded("the engine is closed and takes no more requests; make another one")
+
     def wait_drained(self, timeout_s: float | None = None) -> bool:
         """Wait until no request is in flight; False if that took longer than `timeout_s`."""
         with self._changed:
@@ -104,7 +109,7 @@ class EngineThread(Generic[S]):
 
     def close(self) -> None:
         """Abort what is in flight, end the thread and wait for it. May be called again."""
-        self.drain()
+        self._refuse_for_good()
         self._inbox.put(_Command(self._stop, None))
         if threading.current_thread() is not self._thread:  # it may be the one that collects the engine's last owner
             self._thread.join()

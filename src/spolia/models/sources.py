@@ -22,6 +22,7 @@ import fnmatch
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -569,24 +570,40 @@ def _pull_from_hub(source: str) -> Path:
     if not owner or not repo:
         raise ModelError(f"{source!r} is not hf:owner/repo[/file]")
     repo_id = f"{owner}/{repo}"
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-
     try:
-        if not file_name:
-            names = HfApi().list_repo_files(repo_id, revision=revision or None)
-            ggufs = [name for name in names if name.endswith(".gguf")]
-            if any(name.endswith(".safetensors") for name in names) or not ggufs:
-                return Path(snapshot_download(repo_id, revision=revision or None, allow_patterns=list(_HUB_PATTERNS)))
-            if len(ggufs) > 1:
-                raise ModelError(
-                    f"{source} has several files; name one: {', '.join(f'{source}/{name}' for name in ggufs)}"
-                )
-            file_name = ggufs[0]
-        return Path(hf_hub_download(repo_id, file_name, revision=revision or None))
+        with _quiet_hub():
+            return _from_hub(source, repo_id, revision or None, file_name)
     except ModelError:
         raise
     except Exception as error:  # the library raises its own, its HTTP client's, and the system's
+        said = str(error).splitlines()[0].rstrip(". ") if str(error).strip() else repr(error)
         raise ModelError(
-            f"cannot fetch {source} from Hugging Face: {str(error).splitlines()[0] if str(error) else repr(error)}. "
+            f"cannot fetch {source} from Hugging Face: {said}. "
             f"Check the name and the network; a private repository needs `hf auth login`, a mirror HF_ENDPOINT"
         ) from error
+
+
+@contextlib.contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Without the hub library's lines about each of its retries: what comes of them is told once, at the end."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _from_hub(source: str, repo_id: str, revision: str | None, file_name: str) -> Path:
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+
+    if not file_name:
+        names = HfApi().list_repo_files(repo_id, revision=revision)
+        ggufs = [name for name in names if name.endswith(".gguf")]
+        if any(name.endswith(".safetensors") for name in names) or not ggufs:
+            return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(_HUB_PATTERNS)))
+        if len(ggufs) > 1:
+            raise ModelError(f"{source} has several files; name one: {', '.join(f'{source}/{name}' for name in ggufs)}")
+        file_name = ggufs[0]
+    return Path(hf_hub_download(repo_id, file_name, revision=revision))

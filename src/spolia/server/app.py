@@ -15,6 +15,7 @@ from starlette.responses import Response
 import spolia
 from spolia.engine import AsyncEngine
 from spolia.errors import SpoliaError
+from spolia.server.body import BodyDeadlines
 from spolia.server.chat import ChatEndpoint
 from spolia.server.completions import CompletionEndpoint
 from spolia.server.config import ServerConfig
@@ -46,6 +47,7 @@ def create_app(engines: Mapping[str, AsyncEngine | Future[AsyncEngine]], config:
     models = ServedModels({name: _promise(engine) for name, engine in engines.items()})
     app = _App(title="Spolia", version=spolia.__version__, docs_url=None, redoc_url=None)
     app.state.models = models
+    app.state.body_deadlines = BodyDeadlines(config.body_timeout_s)
     app.add_exception_handler(SpoliaError, handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
     app.add_exception_handler(ClientDisconnect, handle_disconnect)
@@ -66,7 +68,7 @@ def create_app(engines: Mapping[str, AsyncEngine | Future[AsyncEngine]], config:
         "/detokenize": tokenize.detokenize,
     }
     for path, endpoint in gets.items():
-        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
     for path, endpoint in posts.items():
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
     return app

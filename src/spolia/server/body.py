@@ -1,18 +1,54 @@
-"""Reading request bodies, within the size limit."""
+"""Reading request bodies, within limits of size and time."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from spolia.server.errors import BodyTooLarge
+from spolia.server.errors import BodyTooLarge, BodyTooSlow
 from spolia.server.schema import decode
 
-__all__ = ["read_body"]
+__all__ = ["BodyDeadlines", "read_body"]
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
+
+
+class BodyDeadlines:
+    """Until when each body that is being read must be here. Event loop only.
+
+    Args:
+        timeout_s: from the request's head to its body's end.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._open: set[asyncio.Timeout] = set()
+
+    async def wait_for(self, request: Request, max_bytes: int) -> bytes:
+        """The whole body.
+
+        Raises:
+            BodyTooLarge, BodyTooSlow: it passes a limit; the rest is not read.
+        """
+        deadline = asyncio.timeout(self._timeout_s)
+        self._open.add(deadline)
+        try:
+            async with deadline:
+                return await _read(request, max_bytes)
+        except TimeoutError:
+            raise BodyTooSlow("the request's body did not arrive in time; send it again, in one go") from None
+        finally:
+            self._open.discard(deadline)
+
+    def hurry(self, timeout_s: float) -> None:
+        """Whoever has not sent all of a body within `timeout_s` from now is refused: the server wants to end."""
+        latest_s = asyncio.get_running_loop().time() + timeout_s
+        for deadline in self._open:
+            if (due_s := deadline.when()) is not None and due_s > latest_s:
+                deadline.reschedule(latest_s)
 
 
 async def read_body(request: Request, kind: type[_Body], *, max_bytes: int) -> _Body:
@@ -20,8 +56,14 @@ async def read_body(request: Request, kind: type[_Body], *, max_bytes: int) -> _
 
     Raises:
         BodyTooLarge: declared or found to be longer than `max_bytes`; the rest is not read.
+        BodyTooSlow: not here within `ServerConfig.body_timeout_s`, or soon after the server was told to end.
         InvalidRequest: not JSON, or not of this kind.
     """
+    deadlines: BodyDeadlines = request.app.state.body_deadlines
+    return decode(await deadlines.wait_for(request, max_bytes), kind)
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise BodyTooLarge(f"the body has {declared} bytes; allowed are {max_bytes}")
@@ -32,4 +74,4 @@ async def read_body(request: Request, kind: type[_Body], *, max_bytes: int) -> _
         num_bytes += len(part)
         if num_bytes > max_bytes:
             raise BodyTooLarge(f"the body has more than {max_bytes} bytes, the limit")
-    return decode(b"".join(parts), kind)
+    return b"".join(parts)

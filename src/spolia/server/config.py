@@ -16,17 +16,24 @@ class ServerConfig:
         port: 0 lets the system choose one.
         max_waiting: requests that may wait for their first step; the next one is answered 429.
         max_body_bytes: a longer request body is answered 413 and not read to its end.
+        body_timeout_s: a body that takes longer to arrive is answered 408.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     max_waiting: int = 1024
     max_body_bytes: int = 32 << 20
+    body_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not self.host:  # the system would take it for every address
             raise ValueError("host is empty; name an address, such as 127.0.0.1, or 0.0.0.0 for every one")
-        for name, low, high in (("port", 0, 65535), ("max_waiting", 1, 1 << 20), ("max_body_bytes", 1024, 1 << 40)):
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("max_waiting", 1, 1 << 20),
+            ("max_body_bytes", 1024, 1 << 40),
+            ("body_timeout_s", 0.01, 86_400),
+        ):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; allowed are {low} to {high}")

@@ -1,6 +1,6 @@
 """Errors as OpenAI's clients know them: `{"error": {"message", "type", "param", "code"}}` with the right status.
 
-InvalidRequest 400 · UnknownModel 404 · BodyTooLarge 413 · Overloaded 429 · NotReady 503 · everything else 500
+InvalidRequest 400 · UnknownModel 404 · BodyTooSlow 408 · BodyTooLarge 413 · Overloaded 429 · NotReady 503 · others 500
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from spolia.errors import InvalidRequest, NotReady, Overloaded, SpoliaError, Unk
 
 __all__ = [
     "BodyTooLarge",
+    "BodyTooSlow",
     "ErrorBody",
     "error_body",
     "error_response",
@@ -30,6 +31,10 @@ logger = logging.getLogger("spolia.server")
 
 class BodyTooLarge(InvalidRequest):
     """The request's body is longer than `ServerConfig.max_body_bytes` (HTTP 413)."""
+
+
+class BodyTooSlow(InvalidRequest):
+    """The request's body did not arrive within `ServerConfig.body_timeout_s` (HTTP 408)."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -47,6 +52,7 @@ class _Envelope(msgspec.Struct, frozen=True):
 _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
+    (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
     (InvalidRequest, 400, "invalid_request_error", None),
     (NotReady, 503, "service_unavailable_error", "not_ready"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
@@ -76,7 +82,9 @@ def error_body(error: Exception) -> bytes:
 
 def error_response(error: Exception) -> Response:
     status, _, _ = _kind(error)
-    headers = {"retry-after": str(_RETRY_AFTER_S)} if status in (429, 503) else None
+    headers = {"retry-after": str(_RETRY_AFTER_S)} if status in (429, 503) else {}
+    if status == 408:
+        headers["connection"] = "close"  # the rest of that body may still come
     return Response(error_body(error), status, headers, media_type="application/json")
 
 

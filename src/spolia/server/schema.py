@@ -14,6 +14,7 @@ import msgspec
 
 from spolia.engine import SamplingParams
 from spolia.errors import InvalidRequest
+from spolia.server.tools import check_tool_calls, check_tools
 
 __all__ = [
     "ChatRequest",
@@ -198,6 +199,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
         SamplingRequest.check(self)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        check_tools(self.tools)
         for name in ("messages", "tools", "add_generation_prompt"):
             if name in (self.chat_template_kwargs or {}):
                 raise InvalidRequest(
@@ -289,6 +291,7 @@ def _role_and_content(message: dict[str, Any], path: str) -> dict[str, str]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise InvalidRequest(f'{path}.role is {role!r}; it must be a string such as "user"', param=f"{path}.role")
+    check_tool_calls(message.get("tool_calls"), f"{path}.tool_calls")
     if content is None and (message.get("tool_calls") or role == "assistant"):
         content = ""
     if isinstance(content, list):

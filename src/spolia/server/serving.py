@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from spolia.engine import AsyncEngine
 from spolia.server.app import create_app
+from spolia.server.body import BodyDeadlines
 from spolia.server.config import ServerConfig
 from spolia.server.served import ServedModels
 
@@ -26,6 +27,9 @@ logger = logging.getLogger("spolia.server")
 # Two threads share the interpreter: the engine's, which the cores wait for, and the event loop. At Python's default of
 # 5 ms, whichever holds the lock could keep the other waiting for a whole step.
 _SWITCH_INTERVAL_S = 0.0005
+
+# After the first signal, for clients that have sent a part of their request.
+_REST_OF_BODY_S = 1.0
 
 # For aborted answers to tell their clients so.
 _LAST_WORDS_S = 1.0
@@ -55,6 +59,7 @@ class _Server(uvicorn.Server):
         config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off")
         super().__init__(config)
         self._models: ServedModels = app.state.models
+        self._body_deadlines: BodyDeadlines = app.state.body_deadlines
         self._engines = engines
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -69,6 +74,10 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         for name, future in self._engines.items():
             future.add_done_callback(partial(self._on_loaded, name))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._body_deadlines.hurry(_REST_OF_BODY_S)
+        await super().shutdown(sockets)
 
     def _on_loaded(self, name: str, future: Future[AsyncEngine]) -> None:
         """Called on the loading thread, but not before the server answers and handles signals."""
