@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,7 +10,6 @@ import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
 
 import spolia
 from spolia.engine import AsyncEngine
@@ -20,19 +19,13 @@ from spolia.server.chat import ChatEndpoint
 from spolia.server.completions import CompletionEndpoint
 from spolia.server.config import ServerConfig
 from spolia.server.errors import handle_disconnect, handle_error, handle_http_exception
-from spolia.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from spolia.server.routes import Route
+from spolia.server.schema import ChatRequest, CompletionRequest
 from spolia.server.served import ServedModels
 from spolia.server.status import StatusEndpoints
 from spolia.server.tokenize import TokenizeEndpoints
 
 __all__ = ["create_app"]
-
-_BODIES = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
 
 
 def create_app(engines: Mapping[str, AsyncEngine | Future[AsyncEngine]], config: ServerConfig | None = None) -> FastAPI:
@@ -45,44 +38,45 @@ def create_app(engines: Mapping[str, AsyncEngine | Future[AsyncEngine]], config:
     """
     config = config or ServerConfig()
     models = ServedModels({name: _promise(engine) for name, engine in engines.items()})
-    app = _App(title="Spolia", version=spolia.__version__, docs_url=None, redoc_url=None)
+    app = _App(_routes(models, config))
     app.state.models = models
     app.state.body_deadlines = BodyDeadlines(config.body_timeout_s)
     app.add_exception_handler(SpoliaError, handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
     app.add_exception_handler(ClientDisconnect, handle_disconnect)
     app.add_exception_handler(Exception, handle_error)
-
-    status, tokenize = StatusEndpoints(models), TokenizeEndpoints(models, config)
-    gets: dict[str, Callable[..., Awaitable[Response]]] = {
-        "/health": status.health,
-        "/metrics": status.metrics,
-        "/version": status.version,
-        "/v1/models": status.models,
-        "/v1/models/{name:path}": status.model,
-    }
-    posts = {
-        "/v1/completions": CompletionEndpoint(models, config).respond,
-        "/v1/chat/completions": ChatEndpoint(models, config).respond,
-        "/tokenize": tokenize.tokenize,
-        "/detokenize": tokenize.detokenize,
-    }
-    for path, endpoint in gets.items():
-        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
-    for path, endpoint in posts.items():
-        app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
     return app
+
+
+def _routes(models: ServedModels, config: ServerConfig) -> list[Route]:
+    """Every API's."""
+    return [
+        *StatusEndpoints(models).routes(),
+        *TokenizeEndpoints(models, config).routes(),
+        Route("POST", "/v1/completions", CompletionEndpoint(models, config).respond, CompletionRequest),
+        Route("POST", "/v1/chat/completions", ChatEndpoint(models, config).respond, ChatRequest),
+    ]
 
 
 class _App(FastAPI):
     """FastAPI, which cannot see our bodies: they are msgspec's, so their schemas are put into its document."""
 
+    def __init__(self, routes: Sequence[Route]) -> None:
+        super().__init__(title="Spolia", version=spolia.__version__, docs_url=None, redoc_url=None)
+        self._bodies = {route.path: route.body for route in routes if route.body is not None}
+        for route in routes:
+            self.add_api_route(route.path, route.endpoint, methods=[route.method], response_model=None)
+            if route.method == "GET":
+                self.add_api_route(
+                    route.path, route.endpoint, methods=["HEAD"], response_model=None, include_in_schema=False
+                )
+
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
             document = super().openapi()
             template = "#/components/schemas/{name}"
-            schemas, components = msgspec.json.schema_components(_BODIES.values(), ref_template=template)
-            for path, schema in zip(_BODIES, schemas, strict=True):
+            schemas, components = msgspec.json.schema_components(self._bodies.values(), ref_template=template)
+            for path, schema in zip(self._bodies, schemas, strict=True):
                 body = {"required": True, "content": {"application/json": {"schema": schema}}}
                 document["paths"][path]["post"]["requestBody"] = body
             document.setdefault("components", {}).setdefault("schemas", {}).update(components)

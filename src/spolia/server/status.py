@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 import spolia
 from spolia.server.replies import ModelCard, ModelList
+from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
 
 __all__ = ["StatusEndpoints"]
@@ -20,6 +21,15 @@ class StatusEndpoints:
 
     def __init__(self, models: ServedModels) -> None:
         self._models = models
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("GET", "/health", self.health),
+            Route("GET", "/metrics", self.metrics),
+            Route("GET", "/version", self.version),
+            Route("GET", "/v1/models", self.models),
+            Route("GET", "/v1/models/{name:path}", self.model),
+        ]
 
     async def health(self) -> Response:
         """200 once every model can answer; 503 with the reason until then, and after an engine has failed."""

@@ -12,6 +12,7 @@ from spolia.server.chat import encode_chat
 from spolia.server.config import ServerConfig
 from spolia.server.encoding import encode
 from spolia.server.replies import TokenizeReply
+from spolia.server.routes import Route
 from spolia.server.schema import DetokenizeRequest, TokenizeRequest
 from spolia.server.served import ServedModels
 
@@ -24,6 +25,12 @@ class TokenizeEndpoints:
     def __init__(self, models: ServedModels, config: ServerConfig) -> None:
         self._models = models
         self._config = config
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("POST", "/tokenize", self.tokenize, TokenizeRequest),
+            Route("POST", "/detokenize", self.detokenize, DetokenizeRequest),
+        ]
 
     async def tokenize(self, request: Request) -> Response:
         body = await read_body(request, TokenizeRequest, max_bytes=self._config.max_body_bytes)
