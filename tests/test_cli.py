@@ -80,8 +80,12 @@ def test_help_says_the_defaults_that_hold():
 
 
 def test_engine_flags_are_fields_of_the_engines_settings():
-    given = EngineFlags(kv_dtype="f32", kv_memory=1 << 20, num_threads=1, max_context=64, check=True).config()
-    assert given == EngineConfig(kv_dtype="f32", kv_memory=1 << 20, num_threads=1, max_context=64, check=True)
+    given = EngineFlags(
+        kv_dtype="f32", kv_memory=1 << 20, kv_policy="lfu", num_threads=1, max_context=64, check=True
+    ).config()
+    assert given == EngineConfig(
+        kv_dtype="f32", kv_memory=1 << 20, kv_policy="lfu", num_threads=1, max_context=64, check=True
+    )
     assert EngineFlags().config() == EngineConfig()
 
 

@@ -8,11 +8,12 @@ tree or a lease claims. A block shared wrongly, overwritten, copied too late or 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from spolia.kvcache import GroupSpec, KVCache, Lease, RetentionPolicy
+from spolia.kvcache import GroupSpec, KVCache, Lease, Outcome, RetentionPolicy, Wish
 
 BLOCK = 16
 
@@ -76,11 +77,11 @@ class World:
         self.memory = [np.zeros((group.num_blocks, BLOCK), np.int64) for group in groups]
         self.running: list[Running] = []
 
-    def open(self, token_ids, namespace: bytes = b"ns") -> Running:
+    def open(self, token_ids, namespace: bytes = b"ns", wishes: Sequence[Wish] = ()) -> Running:
         token_ids = np.asarray(token_ids, np.int32)
         expected = self.longest_usable(namespace, token_ids)
         assert self.cache.probe(namespace, token_ids) == expected
-        lease = self.cache.open(namespace, token_ids)
+        lease = self.cache.open(namespace, token_ids, wishes=wishes)
         assert lease.hit.num_tokens == lease.num_computed_tokens == expected
         sequence = Running(namespace, token_ids, lease)
         self.running.append(sequence)
@@ -114,9 +115,9 @@ class World:
         for p in range(0 if window is None else max(0, position - window + 1), position):
             assert self.memory[group][table[p // BLOCK], p % BLOCK] == sequence.digests[p]
 
-    def close(self, sequence: Running) -> None:
+    def close(self, sequence: Running, outcome: Outcome = Outcome.TURN) -> None:
         self.running.remove(sequence)
-        sequence.lease.close()
+        sequence.lease.close(outcome)
 
     def compute(self, token_ids, namespace: bytes = b"ns", chunk: int | None = None) -> Running:
         """Open, compute everything, stay open."""

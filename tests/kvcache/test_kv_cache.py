@@ -7,7 +7,7 @@ import pytest
 from kvcache_world import World
 
 from spolia.errors import LeaseError
-from spolia.kvcache import GroupSpec, KVCache
+from spolia.kvcache import GroupSpec, KVCache, RetentionPolicy
 
 
 def tokens(count, first=0):
@@ -308,11 +308,11 @@ def test_shares_have_their_denominators_and_preemption_is_counted_apart():
 
 
 def test_a_policy_decides_what_goes_first():
-    class MostRecentFirst:
+    class MostRecentFirst(RetentionPolicy):
         name = "mru"
 
-        def key(self, node, now):
-            return -now
+        def rank(self, node, now):
+            return (-now,)
 
     world = World(GroupSpec(12), policy=MostRecentFirst())
     for first in (0, 1_000, 2_000):

@@ -13,22 +13,34 @@ from hypothesis.stateful import (
 )
 from kvcache_world import World
 
-from spolia.kvcache import GroupSpec
+from spolia.kvcache import POLICIES, GroupSpec, Outcome, Wish, make_policy
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 NAMESPACES = st.sampled_from([b"ns", b"two"])
 PICK = st.integers(0, 1_000)
+WISHES = st.lists(
+    st.builds(
+        lambda priority, ttl_s, start, size: Wish(priority, ttl_s, start, size and start + size),
+        st.integers(0, 100),
+        st.none() | st.integers(0, 200),
+        st.integers(0, 50),
+        st.none() | st.integers(1, 50),
+    ),
+    max_size=2,
+)
 
 
 class CacheMachine(RuleBasedStateMachine):
     """An engine with a few sequences at a time and pools that are always short."""
 
     num_steps = 0
+    policies = set()  # noqa: RUF012 - counted over all runs
 
-    @initialize(window=st.sampled_from([None, 1, 15, 16, 17, 40]))
-    def start(self, window):
+    @initialize(window=st.sampled_from([None, 1, 15, 16, 17, 40]), policy=st.sampled_from(sorted(POLICIES)))
+    def start(self, window, policy):
         groups = (GroupSpec(14),) if window is None else (GroupSpec(14), GroupSpec(11, window=window))
-        self.world = World(*groups)
+        self.world = World(*groups, policy=make_policy(policy))
+        CacheMachine.policies.add(policy)
         self.prompts = [np.zeros(0, np.int32)]
 
     def pick(self, number):
@@ -38,12 +50,12 @@ class CacheMachine(RuleBasedStateMachine):
         return bool(self.world.running)
 
     @precondition(lambda self: len(self.world.running) < 4)
-    @rule(base=PICK, keep=PICK, tail=TOKENS, namespace=NAMESPACES)
-    def open(self, base, keep, tail, namespace):
+    @rule(base=PICK, keep=PICK, tail=TOKENS, namespace=NAMESPACES, wishes=WISHES)
+    def open(self, base, keep, tail, namespace, wishes):
         base = self.prompts[base % len(self.prompts)]
         prompt = np.append(base[: keep % (len(base) + 1)], np.array(tail, np.int32)).astype(np.int32)[:100]
         self.prompts = [*self.prompts[-20:], prompt]
-        self.world.open(prompt, namespace)
+        self.world.open(prompt, namespace, wishes)
 
     @precondition(is_busy)
     @rule(number=PICK, size=st.integers(1, 50))
@@ -71,11 +83,25 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.close(sequence)
 
     @precondition(is_busy)
-    @rule(number=PICK)
-    def close(self, number):
+    @rule(number=PICK, outcome=st.sampled_from(Outcome))
+    def close(self, number, outcome):
         sequence = self.pick(number)
         self.prompts = [*self.prompts[-20:], sequence.token_ids]
-        self.world.close(sequence)
+        self.world.close(sequence, outcome)
+
+    @rule(number=PICK, namespace=NAMESPACES, ttl_s=st.none() | st.integers(0, 200))
+    def pin(self, number, namespace, ttl_s):
+        self.world.cache.pin(namespace, self.prompts[number % len(self.prompts)], ttl_s)
+
+    @rule(number=PICK)
+    def unpin(self, number):
+        pins = self.world.cache.pins()
+        if pins:
+            assert self.world.cache.unpin(pins[number % len(pins)].id)
+
+    @rule(number=PICK, namespace=NAMESPACES)
+    def spend(self, number, namespace):
+        self.world.cache.spend(namespace, self.prompts[number % len(self.prompts)])
 
     @rule(namespace=st.none() | NAMESPACES)
     def clear(self, namespace):
@@ -98,6 +124,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 def test_ten_thousand_random_steps_break_no_invariant():
     CacheMachine.num_steps = 0
+    CacheMachine.policies.clear()
     run_state_machine_as_test(
         CacheMachine,
         settings=settings(
@@ -105,3 +132,4 @@ def test_ten_thousand_random_steps_break_no_invariant():
         ),
     )
     assert CacheMachine.num_steps >= 10_000
+    assert CacheMachine.policies == set(POLICIES)

@@ -13,6 +13,7 @@ from spolia.cli.flags import (
     EngineFlags,
     KvDtypeFlag,
     KvMemoryFlag,
+    KvPolicyFlag,
     MaxContextFlag,
     MaxTokensFlag,
     MinPFlag,
@@ -103,6 +104,7 @@ def serve(
     ] = None,
     kv_dtype: KvDtypeFlag = None,
     kv_memory: KvMemoryFlag = None,
+    kv_policy: KvPolicyFlag = None,
     threads: ThreadsFlag = None,
     max_context: MaxContextFlag = None,
     stream_interval: StreamIntervalFlag = None,
@@ -114,6 +116,7 @@ def serve(
     engine = EngineFlags(
         kv_dtype=kv_dtype,
         kv_memory=kv_memory,
+        kv_policy=kv_policy,
         num_threads=threads,
         max_context=max_context,
         stream_interval_ms=stream_interval,

@@ -27,6 +27,7 @@ _DEFAULT_VOCAB_SIZE = 32_000
 _FLAG_NAMES = {
     "kv_dtype": "--kv-dtype",
     "kv_memory": "--kv-memory",
+    "kv_policy": "--kv-policy",
     "num_threads": "--threads",
     "max_context": "--max-context",
 }

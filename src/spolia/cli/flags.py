@@ -21,6 +21,7 @@ __all__ = [
     "EngineFlags",
     "KvDtypeFlag",
     "KvMemoryFlag",
+    "KvPolicyFlag",
     "MaxContextFlag",
     "MaxTokensFlag",
     "MinPFlag",
@@ -71,6 +72,15 @@ KvMemoryFlag = Annotated[
         help="Memory for the KV cache, like 2GiB. Default: what it can use, up to a quarter of what is available.",
     ),
 ]
+KvPolicyFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-policy",
+        metavar="NAME",
+        help="What goes first when the cache is full: lru (default), lfu, slru, s3fifo, fifo, ttl, priority, cost, "
+        "lifecycle, or your own as package.module:Class.",
+    ),
+]
 ThreadsFlag = Annotated[int | None, typer.Option("--threads", help="Compute threads. Default: one per physical core.")]
 MaxContextFlag = Annotated[
     int | None,
@@ -118,6 +128,7 @@ class EngineFlags:
 
     kv_dtype: str | None = None
     kv_memory: int | None = None
+    kv_policy: str | None = None
     num_threads: int | None = None
     max_context: int | None = None
     stream_interval_ms: float | None = None

@@ -24,10 +24,11 @@ from spolia.engine.request import Request, Sequence
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
 from spolia.generation import SamplingParams, TokenLogprobs
-from spolia.kvcache import Explanation, Ledger, MissReason
+from spolia.kvcache import DEFAULT_PRIORITY, Explanation, Ledger, MissReason, Outcome, Wish
 from spolia.models import Model, load
 
 __all__ = [
+    "DEFAULT_PRIORITY",
     "LLM",
     "Admission",
     "AsyncEngine",
@@ -43,6 +44,7 @@ __all__ = [
     "MissReason",
     "Model",
     "Observer",
+    "Outcome",
     "Request",
     "RequestOutput",
     "Runner",
@@ -54,6 +56,7 @@ __all__ = [
     "Timings",
     "TokenLogprobs",
     "TokenStream",
+    "Wish",
     "build_engine",
     "load",
 ]

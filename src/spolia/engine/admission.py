@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from spolia.engine.request import Request
 from spolia.errors import InvalidRequest
 from spolia.generation import SamplingParams
+from spolia.kvcache import Wish
 
 __all__ = ["Admission", "TextEncoder"]
 
@@ -49,8 +50,12 @@ class Admission:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
+        wishes: Sequence[Wish] = (),
     ) -> Request:
         """A request that can be answered.
+
+        Args:
+            wishes: how long its KV is worth keeping, by token range.
 
         Raises:
             InvalidRequest: it cannot, ever; says which value, which limit and what to do.
@@ -80,6 +85,7 @@ class Admission:
             namespace=self.namespace(cache_salt),
             final_ids=final_ids,
             arrival_s=self.clock(),
+            wishes=tuple(wishes),
         )
 
     def _token_ids(self, prompt: str | Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:

@@ -14,7 +14,7 @@ from spolia.engine.core import EngineCore, Observer
 from spolia.engine.memory import default_num_threads, split_blocks
 from spolia.errors import InvalidRequest
 from spolia.kernels import BLOCK_SIZE, allocate_pool, get_backend
-from spolia.kvcache import GroupSpec, KVCache, namespace_key
+from spolia.kvcache import GroupSpec, KVCache, make_policy, namespace_key
 from spolia.models import Model, Tokenizer, load
 
 __all__ = ["Engine", "build_engine"]
@@ -56,6 +56,10 @@ def build_engine(
             param="max_context",
         )
     max_sequences = min(config.max_sequences, config.max_batch_tokens)
+    try:
+        policy = make_policy(config.kv_policy)
+    except ValueError as error:
+        raise InvalidRequest(f"kv_policy: {error}", param="kv_policy") from None
     num_threads = config.num_threads or default_num_threads()
     program = model.program
     try:
@@ -73,7 +77,8 @@ def build_engine(
         max_batch_tokens=config.max_batch_tokens,
     )
     executable.bind_kv([allocate_pool(count, size) for count, size in zip(num_blocks, block_bytes, strict=True)])
-    cache = KVCache([GroupSpec(count, window) for count, window in zip(num_blocks, windows, strict=True)], clock=clock)
+    groups = [GroupSpec(count, window) for count, window in zip(num_blocks, windows, strict=True)]
+    cache = KVCache(groups, clock=clock, policy=policy)
     fitting_tokens = _fitting_tokens(cache, max_context, config.max_batch_tokens)
     if config.max_context is None:
         max_context = min(max_context, fitting_tokens)

@@ -18,6 +18,7 @@ from spolia.engine.request import Request
 from spolia.engine.thread import EngineThread
 from spolia.errors import SpoliaError
 from spolia.generation import SamplingParams
+from spolia.kvcache import Wish
 from spolia.models import Model
 
 __all__ = ["AsyncEngine", "TokenStream"]
@@ -78,6 +79,7 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
+        wishes: Sequence[Wish] = (),
     ) -> TokenStream:
         """Submit a request. Returns at once; call it on the event loop that will read the stream.
 
@@ -89,13 +91,16 @@ class AsyncEngine:
             prompt: text, or token ids as they are.
             request_id: unique among the requests in flight; None makes one.
             cache_salt: only requests with the same salt share KV.
+            wishes: how long its KV is worth keeping, by token range.
 
         Raises:
             InvalidRequest: it can never be answered; nothing was submitted.
             Overloaded: the engine is draining or closed.
             Bug: the engine has failed; see `failure`.
         """
-        request = self._engine.admission.admit(prompt, params, request_id=request_id, cache_salt=cache_salt)
+        request = self._engine.admission.admit(
+            prompt, params, request_id=request_id, cache_salt=cache_salt, wishes=wishes
+        )
         mailbox = _Mailbox(self._outbox())
         self._thread.submit([(request, mailbox)])
         return TokenStream(request, mailbox, self._thread.abort)

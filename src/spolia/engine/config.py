@@ -22,6 +22,7 @@ class EngineConfig:
         kv_dtype: how keys and values are kept: "bf16", "f16" or "f32".
         kv_memory: bytes for all KV pools; None: a quarter of the memory that is available, and no more than
             `max_sequences` sequences of `max_context` tokens could fill.
+        kv_policy: what goes first when the cache is full: a key of `kvcache.POLICIES`, or `package.module:Class`.
         num_threads: None: one per physical core that this process may use.
         max_context: most tokens of a prompt and its answer; None: the model's own limit, or less if fewer fit in the
             pools.
@@ -36,6 +37,7 @@ class EngineConfig:
 
     kv_dtype: KvDtype = "bf16"
     kv_memory: int | None = None
+    kv_policy: str = "lru"
     num_threads: int | None = None
     max_context: int | None = None
     max_batch_tokens: int = 256

@@ -20,9 +20,12 @@ from numpy.typing import NDArray
 from spolia.engine.outputs import FinishReason, RequestOutput, Timings
 from spolia.errors import Bug
 from spolia.generation import RowSampling, SamplingParams, TextStream, TokenLogprobs
-from spolia.kvcache import Explanation, Lease
+from spolia.kvcache import Explanation, Lease, Outcome, Wish
 
 __all__ = ["Request", "Sequence"]
+
+_TOOL_CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=", "```tool_call")
+"""How the models that call tools write it. A call that is not recognised is kept like any other reply."""
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 
@@ -38,6 +41,7 @@ class Request:
         namespace: who may share its KV.
         final_ids: generating one of these ends the answer.
         arrival_s: when it was submitted, by the engine's clock.
+        wishes: how long its KV is worth keeping, by token range.
     """
 
     request_id: str
@@ -48,6 +52,12 @@ class Request:
     namespace: bytes
     final_ids: frozenset[int]
     arrival_s: float
+    wishes: tuple[Wish, ...] = ()
+
+
+def ends_in_tool_call(text: str) -> bool:
+    """Whether a reply asks for a tool's result, by the marks that models make."""
+    return any(mark in text for mark in _TOOL_CALL_MARKS)
 
 
 class Sequence:
@@ -133,6 +143,13 @@ class Sequence:
     @property
     def generated_ids(self) -> tuple[int, ...]:
         return tuple(self.token_ids[self.num_prompt_tokens : self.num_tokens].tolist())
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it ended, for retention."""
+        if self.finish_reason in (None, "abort"):
+            return Outcome.BROKEN_OFF
+        return Outcome.TOOL_CALL if ends_in_tool_call("".join(self.text_parts)) else Outcome.TURN
 
     def next_row(self) -> RowSampling:
         """How to draw the token after `num_tokens`."""

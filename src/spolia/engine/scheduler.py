@@ -31,7 +31,7 @@ import numpy as np
 from spolia.engine.request import Sequence
 from spolia.errors import Bug
 from spolia.kernels import BLOCK_SIZE
-from spolia.kvcache import BlockCopy, KVCache
+from spolia.kvcache import BlockCopy, KVCache, Outcome
 
 __all__ = ["LOOKAHEAD", "MAX_PASSED_OVER", "Entry", "Scheduler", "StepPlan"]
 
@@ -105,7 +105,7 @@ class Scheduler:
         """Forget a sequence, wherever it is. Its blocks are evictable or free at once."""
         if sequence.lease is not None:
             self._running.remove(sequence)
-            self._stop_running(sequence)
+            self._stop_running(sequence, sequence.outcome)
             self._headroom = max(1, self._headroom - 1)
         elif self._waiting.pop(sequence.request.request_id, None) is None:
             self._preempted.remove(sequence)
@@ -155,12 +155,12 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._stop_running(sequence)
+        self._stop_running(sequence, Outcome.BROKEN_OFF)
         self._preempted.appendleft(sequence)
         self._headroom = min(2 * self._headroom, _MAX_HEADROOM)
 
-    def _stop_running(self, sequence: Sequence) -> None:
-        sequence.held_lease.close()
+    def _stop_running(self, sequence: Sequence, outcome: Outcome) -> None:
+        sequence.held_lease.close(outcome)
         sequence.lease = None
         self._free_lanes.append(sequence.lane)
         self._is_full = False
@@ -223,15 +223,20 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, plan: StepPlan, budget: int) -> int | None:
         """Make `sequence` run and grant it tokens; their number, or None, with nothing changed, if there is no room."""
+        request = sequence.request
         lease = self._cache.open(
-            sequence.request.namespace, sequence.known_ids, resumed=sequence.num_ever_computed_tokens > 0
+            request.namespace,
+            sequence.known_ids,
+            resumed=sequence.num_ever_computed_tokens > 0,
+            label=request.request_id,
+            wishes=request.wishes,
         )
         start = lease.num_computed_tokens
         stop = min(sequence.num_tokens, start + budget)
         sequence.lease = lease
         sequence.num_computed_tokens = sequence.num_slots = start
         if (self._running and not self._has_room(sequence)) or not self._take_slots(sequence, stop, plan):
-            lease.close()
+            lease.close(Outcome.BROKEN_OFF)
             sequence.lease = None
             sequence.num_computed_tokens = sequence.num_slots = 0
             self._is_full = True

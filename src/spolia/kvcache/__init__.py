@@ -2,21 +2,26 @@
 
 Token ids and block ids only: it never touches tensors, files or clocks of its own, and imports numpy and the standard
 library. Start with `KVCache` (`cache.py`: the life of a sequence), then `radix_tree.py` (the structure, with a drawing)
-and `block_pool.py` (the books); `eviction.py` and `retention.py` say what goes when room is short, `explain.py` and
-`events.py` what is told about it.
+and `block_pool.py` (the books); `eviction.py`, `retention.py`, `policies.py`, `wishes.py` and `pins.py` say what goes
+when room is short, `explain.py` and `events.py` what is told about it.
 """
 
 from .block_pool import BlockPool, Ledger, Tag
 from .cache import GroupSpec, KVCache, Snapshot
 from .events import Cleared, Event, EventBatch, Removed, Stored
-from .explain import Eviction, Explanation, MissReason, PrefixHit
+from .explain import Beneficiary, Eviction, Explanation, MissReason, PrefixHit
 from .lease import BlockCopy, Lease
 from .namespace import namespace_key
+from .pins import Pin
+from .policies import POLICIES, RetentionPolicy, make_policy
 from .radix_tree import RadixNode
-from .retention import Lru, RetentionPolicy
 from .stats import CacheStats
+from .wishes import DEFAULT_PRIORITY, Outcome, Wish
 
 __all__ = [
+    "DEFAULT_PRIORITY",
+    "POLICIES",
+    "Beneficiary",
     "BlockCopy",
     "BlockPool",
     "CacheStats",
@@ -29,8 +34,9 @@ __all__ = [
     "KVCache",
     "Lease",
     "Ledger",
-    "Lru",
     "MissReason",
+    "Outcome",
+    "Pin",
     "PrefixHit",
     "RadixNode",
     "Removed",
@@ -38,5 +44,7 @@ __all__ = [
     "Snapshot",
     "Stored",
     "Tag",
+    "Wish",
+    "make_policy",
     "namespace_key",
 ]

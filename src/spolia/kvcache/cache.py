@@ -13,13 +13,16 @@ from ..errors import Bug, LeaseError
 from .block_pool import BlockPool, Ledger, Tag
 from .events import EventBatch, EventLog, Stored
 from .eviction import Evictor, OnEvict
-from .explain import Eviction, Explanation, MissReason, PrefixHit
+from .explain import Beneficiary, Eviction, Explanation, MissReason, PrefixHit
 from .int_buffer import Ids, IntBuffer
 from .invariants import check_invariants
 from .lease import BlockCopy, Lease
+from .pins import Pin, Pins
+from .policies import Lru, RetentionPolicy
 from .radix_tree import Cursor, RadixNode, RadixTree
-from .retention import Lru, Retention, RetentionPolicy
+from .retention import Retention
 from .stats import CacheStats
+from .wishes import Outcome, Wish, borders
 
 __all__ = ["GroupSpec", "KVCache", "Snapshot"]
 
@@ -83,6 +86,7 @@ class KVCache:
         block_size: int = 16,
         event_capacity: int = 4_096,
         on_evict: OnEvict | None = None,
+        pin_share: float = 0.5,
     ) -> None:
         if not groups:
             raise ValueError("groups is empty; a model without attention needs no KV cache")
@@ -96,6 +100,12 @@ class KVCache:
         self._tree = RadixTree(self._pools, windows, block_size, self._retention, self._events)
         self._evictor = Evictor(self._tree, self._retention, self._events, self.stats, on_evict)
         self._leases: set[Lease] = set()
+        quota = int(pin_share * min(group.num_blocks for group in groups)) * block_size
+        self._pins = Pins(self._tree, self._retention, quota)
+
+    @property
+    def policy(self) -> RetentionPolicy:
+        return self._retention.policy
 
     # -- The life of a sequence ----------------------------------------------------------------------------------------
 
@@ -105,18 +115,28 @@ class KVCache:
         path, length = self._tree.match(namespace, ids)
         return self._tree.usable(path, min(length, max(0, len(ids) - 1)))
 
-    def open(self, namespace: bytes, token_ids: ArrayLike, *, resumed: bool = False) -> Lease:
+    def open(
+        self,
+        namespace: bytes,
+        token_ids: ArrayLike,
+        *,
+        resumed: bool = False,
+        label: str = "",
+        wishes: Sequence[Wish] = (),
+    ) -> Lease:
         """Find the longest usable prefix and hold it. Never fails: no hit is a hit of 0 tokens.
 
         At most `len(token_ids) - 1` tokens are reused, since somebody wants the logits of the last.
 
         Args:
             resumed: this sequence ran before and was preempted; its tokens are counted apart.
+            label: names the sequence in the memory of what is evicted for it.
+            wishes: how long what it uses and computes is worth keeping.
         """
         path, hit = self._look_up(namespace, _as_ids(token_ids))
-        for used in path:
-            used.num_hits += 1
-        lease = self._hold(namespace, path, hit)
+        if not resumed:
+            self._retention.hit(path)
+        lease = self._hold(Beneficiary(label, namespace), path, hit, wishes)
         self._count(hit, resumed)
         return lease
 
@@ -127,10 +147,10 @@ class KVCache:
         are written whole.
         """
         path, hit = self._look_up(namespace, _as_ids(token_ids))
-        return self._hold(namespace, path, hit)
+        return self._hold(Beneficiary("restore", namespace), path, hit, ())
 
-    def _hold(self, namespace: bytes, path: list[RadixNode], hit: PrefixHit) -> Lease:
-        root = self._tree.open_root(namespace)
+    def _hold(self, beneficiary: Beneficiary, path: list[RadixNode], hit: PrefixHit, wishes: Sequence[Wish]) -> Lease:
+        root = self._tree.open_root(beneficiary.namespace)
         node = path[-1] if path else root
         cursor = Cursor(node, hit.num_tokens)
         node.cursors.append(cursor)
@@ -141,7 +161,7 @@ class KVCache:
             pool.hold(table.view[first:])
             tables.append(table)
             first_blocks.append(first)
-        lease = Lease(self, hit, cursor, tables, first_blocks)
+        lease = Lease(self, hit, cursor, tables, first_blocks, beneficiary=beneficiary, wishes=wishes)
         self._leases.add(lease)
         self._retention.touch(path)
         return lease
@@ -207,7 +227,7 @@ class KVCache:
         if self._retention.window_queues:
             self._slide(lease)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, outcome: Outcome = Outcome.TURN) -> None:
         """Close a lease: see `Lease.close`."""
         self._require(lease)
         lease.is_open = False
@@ -215,9 +235,14 @@ class KVCache:
         self._return_borrowed(lease)
         for group, pool in enumerate(self._pools):
             pool.release(lease.tables[group].view[lease.first_blocks[group] :])
+        for border in borders(lease.wishes, lease.num_computed_tokens):
+            self._tree.split_path(lease.cursor.node, border)
         node = lease.cursor.node
         node.cursors.remove(lease.cursor)
-        self._retention.touch(node.ancestry())
+        path = list(node.ancestry())
+        self._retention.wish(path, lease.wishes, lease.hit.num_tokens)
+        self._retention.ended(path, outcome)
+        self._retention.touch(path)
         self._retention.offer(node)
         for group in self._retention.window_queues:
             self._offer(node, lease.first_blocks[group])
@@ -291,6 +316,34 @@ class KVCache:
         self.stats.num_cleared_tokens += num_tokens
         return num_tokens
 
+    # -- Retention -----------------------------------------------------------------------------------------------------
+
+    def spend(self, namespace: bytes, token_ids: ArrayLike) -> None:
+        """The conversation of these tokens is closed: what it alone uses goes first of all, whatever the policy."""
+        path, length = self._tree.match(namespace, _as_ids(token_ids))
+        self._retention.spend([node for node in reversed(path) if node.end <= length])
+
+    def pin(self, namespace: bytes, token_ids: ArrayLike, ttl_s: float | None = None) -> Pin | None:
+        """Let what is cached of these tokens go last of all: only if a running sequence could not go on otherwise.
+
+        Args:
+            ttl_s: seconds until it is lifted by itself; None: never.
+
+        Returns:
+            The pin, to be lifted by its id; None if it would exceed the quota, `pin_share` of the smallest pool.
+        """
+        return self._pins.pin(namespace, _as_ids(token_ids), ttl_s)
+
+    def unpin(self, pin_id: int) -> bool:
+        """Lift a pin; False if there is none of that id."""
+        return self._pins.lift(pin_id)
+
+    def pins(self) -> tuple[Pin, ...]:
+        """Those that hold now, the oldest first."""
+        return self._pins.all()
+
+    # -- Looking over it -----------------------------------------------------------------------------------------------
+
     def ledger(self) -> tuple[Ledger, ...]:
         """Free, cached and leased blocks of each group.
 
@@ -352,9 +405,10 @@ class KVCache:
         """Evict until the lease can take `num_new` blocks in each group, and what it needs to copy to."""
         if any(num_new > pool.num_free + pool.num_cached for pool in self._pools):
             return False  # hopeless: evict nothing in vain
-        if self._evictor.make_room(self._num_to_take(lease, num_new)):
+        self._pins.lift_expired()
+        if self._evictor.make_room(self._num_to_take(lease, num_new), lease.beneficiary):
             return True
-        return self._claim_tail(lease) and self._evictor.make_room(self._num_to_take(lease, num_new))
+        return self._claim_tail(lease) and self._evictor.make_room(self._num_to_take(lease, num_new), lease.beneficiary)
 
     def _num_to_take(self, lease: Lease, num_new: int) -> list[int]:
         """Blocks to take per group: the new ones, and one to copy the shared last block to, where it must be copied.

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .events import EventLog
-from .explain import Eviction, MissReason
+from .explain import NOBODY, Beneficiary, Eviction, MissReason
 from .int_buffer import Ids
 from .radix_tree import RadixNode, RadixTree
 from .retention import Retention
@@ -45,9 +45,13 @@ class Evictor:
         self._retention = retention
         self._events = events
         self._stats = stats
+        self._beneficiary = NOBODY
 
-    def make_room(self, num_blocks: Sequence[int]) -> bool:
+    def make_room(self, num_blocks: Sequence[int], beneficiary: Beneficiary = NOBODY) -> bool:
         """Evict until each group has that many free blocks. False if it cannot have; some are evicted by then."""
+        self._beneficiary = beneficiary
+        if any(pool.num_free < count for pool, count in zip(self._tree.pools, num_blocks, strict=True)):
+            self._retention.review()
         return all(
             self._evict_leaves(group, count) if window is None else self._evict_window(group, count)
             for group, (window, count) in enumerate(zip(self._tree.windows, num_blocks, strict=True))
@@ -57,7 +61,10 @@ class Evictor:
         """Drop a leaf's tokens from `end` on, to make room."""
         policy = self._retention.policy.name
         before = [pool.num_free for pool in self._tree.pools]
-        num_tokens = self._tree.cut(node, end, Eviction(self._retention.clock(), MissReason.EVICTED, policy))
+        now = self._retention.clock()
+        reason = MissReason.EXPIRED if self._retention.has_expired(node, now) else MissReason.EVICTED
+        self._retention.policy.evicted(node)
+        num_tokens = self._tree.cut(node, end, Eviction(now, reason, policy, self._beneficiary))
         self._events.removed(node.namespace, node.branch, end, num_tokens, policy)
         self._stats.num_evicted_tokens += num_tokens
         for group, num_free in enumerate(before):
@@ -100,7 +107,7 @@ class Evictor:
     def _evict_leaves(self, group: int, num_blocks: int) -> bool:
         pool, block_size = self._tree.pools[group], self._tree.block_size
         while pool.num_free < num_blocks:
-            leaf = self._retention.leaves.pop()
+            leaf = self._retention.take_leaf()
             if leaf is None:
                 return False
             if leaf.children:

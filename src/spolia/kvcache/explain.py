@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-__all__ = ["Eviction", "Explanation", "MissReason", "PrefixHit"]
+__all__ = ["NOBODY", "Beneficiary", "Eviction", "Explanation", "MissReason", "PrefixHit"]
 
 
 class MissReason(StrEnum):
@@ -20,6 +20,8 @@ class MissReason(StrEnum):
     """Cached sequences go on from there, but with other tokens."""
     EVICTED = "evicted"
     """This continuation was cached and had to make room."""
+    EXPIRED = "expired"
+    """This continuation was cached, its time was over or its conversation closed, and it had to make room."""
     CLEARED = "cleared"
     """This continuation was cached and somebody cleared it."""
     OUTSIDE_WINDOW = "outside_window"
@@ -28,12 +30,23 @@ class MissReason(StrEnum):
     """Cached, but for somebody else; told only by `KVCache.explain` to who asks for it."""
 
 
+class Beneficiary(NamedTuple):
+    """For whom something had to make room: a sequence's name and its namespace. Not for other namespaces' eyes."""
+
+    label: str
+    namespace: bytes
+
+
+NOBODY = Beneficiary("", b"")
+
+
 class Eviction(NamedTuple):
     """What the tree remembers at the place where it cut something off."""
 
     time: float
-    reason: MissReason  # EVICTED or CLEARED
+    reason: MissReason  # EVICTED, EXPIRED or CLEARED
     cause: str  # the policy or call that did it
+    beneficiary: Beneficiary = NOBODY
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +58,7 @@ class Explanation:
         divergence: position of the first token that was not reused although it might have been; None if FULL.
         num_matched_tokens: tokens that the tree knows; more than were reused if OUTSIDE_WINDOW.
         continuation: the first tokens that the cache has at `divergence` instead (of one sequence), if DIVERGED.
-        evicted: when and by what, if EVICTED or CLEARED.
+        evicted: when, by what and for whom, if EVICTED, EXPIRED or CLEARED.
     """
 
     reason: MissReason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -26,9 +27,10 @@ def check_invariants(tree: RadixTree, retention: Retention, evictor: Evictor, le
     for node in nodes:
         _check_node(tree, node)
         if not node.children and evictor.evictable_end(node) < node.end:
-            assert node in retention.leaves, "an evictable leaf is not queued"
+            assert retention.is_offered(node), "an evictable leaf is not queued"
         if not node.children and not node.cursors and not any((blocks.view >= 0).any() for blocks in node.blocks):
             assert all(node in queues.live for queues in retention.window_queues.values()), "a bare leaf is not queued"
+    _check_sizes(retention, nodes)
     for lease in leases:
         _check_lease(lease)
     num_cursors = sum(len(node.cursors) for node in [*tree.roots.values(), *nodes])
@@ -63,6 +65,19 @@ def _check_node(tree: RadixTree, node: RadixNode) -> None:
         assert cursor.node is node
         assert node.start < cursor.position <= node.end
     assert all(node.start < position <= node.end for position, _ in node.scars)
+
+
+def _check_sizes(retention: Retention, nodes: list[RadixNode]) -> None:
+    by_segment = [0] * len(retention.segment_tokens)
+    by_namespace: Counter[bytes] = Counter()
+    num_pinned = 0
+    for node in nodes:
+        by_segment[node.standing.segment] += node.end - node.start
+        by_namespace[node.namespace] += node.end - node.start
+        num_pinned += (node.end - node.start) * bool(node.standing.pins)
+    assert retention.segment_tokens == by_segment, "segments' sizes differ from a recount"
+    assert retention.namespace_tokens == by_namespace, "namespaces' sizes differ from a recount"
+    assert retention.num_pinned_tokens == num_pinned, "the size of what is pinned differs from a recount"
 
 
 def _check_lease(lease: Lease) -> None:

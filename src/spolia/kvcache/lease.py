@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import LeaseError
-from .explain import PrefixHit
+from .explain import NOBODY, Beneficiary, PrefixHit
 from .int_buffer import Ids, IntBuffer
 from .radix_tree import Cursor
+from .wishes import Outcome, Wish
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -36,6 +38,8 @@ class Lease:
 
     Attributes:
         hit: what was reused at the start, and why no more.
+        beneficiary: who it is for: what makes room for it remembers that.
+        wishes: how long its content is worth keeping.
         num_reserved_tokens: tokens [0, num_reserved_tokens) have slots.
         is_open: until it is closed.
 
@@ -49,6 +53,7 @@ class Lease:
 
     __slots__ = (
         "_cache",
+        "beneficiary",
         "borrowed",
         "cursor",
         "first_blocks",
@@ -57,12 +62,23 @@ class Lease:
         "num_reserved_tokens",
         "tables",
         "tail_is_shared",
+        "wishes",
     )
 
     def __init__(
-        self, cache: KVCache, hit: PrefixHit, cursor: Cursor, tables: list[IntBuffer], first_blocks: list[int]
+        self,
+        cache: KVCache,
+        hit: PrefixHit,
+        cursor: Cursor,
+        tables: list[IntBuffer],
+        first_blocks: list[int],
+        *,
+        beneficiary: Beneficiary = NOBODY,
+        wishes: Sequence[Wish] = (),
     ) -> None:
         self.hit = hit
+        self.beneficiary = beneficiary
+        self.wishes = tuple(wishes)
         self.is_open = True
         self.num_reserved_tokens = cursor.position
         self.cursor = cursor
@@ -85,13 +101,16 @@ class Lease:
         self.require_open()
         return self.tables[group].view
 
-    def close(self) -> None:
+    def close(self, outcome: Outcome = Outcome.TURN) -> None:
         """Give the blocks back. The committed tokens stay in the tree, evictable.
+
+        Args:
+            outcome: how the sequence ended; what retention makes of it is the policy's.
 
         Raises:
             LeaseError: if it was closed before.
         """
-        self._cache.release(self)
+        self._cache.release(self, outcome)
 
     def require_open(self) -> None:
         """Raise LeaseError if this lease was closed."""

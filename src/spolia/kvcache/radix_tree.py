@@ -48,9 +48,11 @@ from numpy.typing import NDArray
 from ..errors import Bug
 from .block_pool import BlockPool
 from .events import ROOT_BRANCH, EventLog
-from .explain import Eviction
+from .explain import Eviction, MissReason
 from .int_buffer import Ids, IntBuffer
+from .policies import Rank
 from .retention import Retention
+from .wishes import Standing
 
 __all__ = ["Cursor", "RadixNode", "RadixTree", "common_prefix"]
 
@@ -79,7 +81,7 @@ class RadixNode:
         edge: int32 token ids as bytes: it grows in place, and comparing a whole edge is one memcmp.
         blocks: per group, block ids by block index, from that of `start` on.
         branch: for events: nodes cut from one run have one branch.
-        key, num_hits: retention's.
+        key, num_hits, standing: retention's.
         scars: what was cut off here: (position, first token cut off) -> when and why.
     """
 
@@ -90,8 +92,9 @@ class RadixNode:
     edge: bytearray
     blocks: list[IntBuffer]
     branch: int
-    key: float = 0.0
+    key: Rank = (0.0,)
     num_hits: int = 0
+    standing: Standing = field(default_factory=Standing)
     children: dict[int, RadixNode] = field(default_factory=dict)
     cursors: list[Cursor] = field(default_factory=list)
     scars: dict[tuple[int, int], Eviction] = field(default_factory=dict)
@@ -107,6 +110,11 @@ class RadixNode:
         if not self.cursors:
             return self.start
         return max(cursor.position for cursor in self.cursors)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether it may not be lengthened: what was said of its tokens need not hold for those that follow."""
+        return self.standing.wish is not None or bool(self.standing.pins)
 
     def ancestry(self) -> Iterator[RadixNode]:
         """This node and those above it, without the root."""
@@ -247,7 +255,7 @@ class RadixTree:
              The tokens before are computed twice, to the same bits: `_share`.
           2. The node ends here, and a child begins with our next token: step down; the next turn finds case 1.
           3. The node ends here and is a leaf: lengthen it. Decoding stays in this case: O(1) amortised per token.
-          4. The node ends here and others branch off (or it is the root): a new child.
+          4. The node ends here and others branch off (or it is the root, or sealed): a new child.
 
         `tables` are the lease's block ids by group; blocks of which the tree has an equal are exchanged for the tree's.
 
@@ -268,7 +276,7 @@ class RadixTree:
                 num_known += size
             elif rest.item(0) in node.children:  # 2
                 self._step(cursor, node.children[rest.item(0)])
-            elif node.parent is not None and not node.children:  # 3
+            elif node.parent is not None and not node.children and not node.is_sealed:  # 3
                 self._extend(node, rest, tables)
                 cursor.position = end
             else:  # 4
@@ -295,6 +303,7 @@ class RadixTree:
             if len(new):
                 self.pools[group].keep(new)
                 blocks.extend(new)
+        self._retention.resized(leaf, len(token_ids))
         self._events.stored(leaf.namespace, leaf.branch, leaf.branch, start, token_ids)
 
     def _attach(self, parent: RadixNode, token_ids: Ids, tables: Sequence[IntBuffer]) -> RadixNode:
@@ -307,6 +316,13 @@ class RadixTree:
         edge = bytearray(token_ids.tobytes())
         child = RadixNode(parent.namespace, parent, start, end, edge, blocks, self._num_branches, key=parent.key)
         parent.children[token_ids.item(0)] = child
+        if len(parent.children) == 1 and parent.parent is not None and start % self.block_size:
+            # A sealed leaf got its first child, whose first block has all that its own last one has in it.
+            for group, ids in enumerate(child.blocks):
+                self._replace_last_block(parent, group, ids.view[:1])
+        scar = parent.scars.get((start, token_ids.item(0)))
+        was_evicted = scar is not None and scar.reason is not MissReason.CLEARED
+        self._retention.added(child, was_evicted=was_evicted)
         self._events.stored(child.namespace, child.branch, parent.branch, start, token_ids)
         return child
 
@@ -330,6 +346,13 @@ class RadixTree:
                 pool.release(theirs[twice])
                 theirs[twice] = ours[twice]
 
+    def split_path(self, node: RadixNode, position: int) -> None:
+        """Let a node end at `position`, which lies within the tokens of the path down to `node`."""
+        for part in node.ancestry():
+            if part.start < position < part.end:
+                self._split(part, position)
+                return
+
     def _split(self, node: RadixNode, position: int) -> None:
         """Cut an edge in two; cursors at or before `position` move to the new, upper half."""
         parent = node.parent
@@ -349,6 +372,7 @@ class RadixTree:
             node.branch,
             key=node.key,
             num_hits=node.num_hits,
+            standing=node.standing.copy(),
         )
         if lower_first < stop:  # both halves keep the block that the cut goes through
             for pool, blocks in zip(self.pools, upper.blocks, strict=True):
@@ -380,6 +404,7 @@ class RadixTree:
         if node.children or node.parent is None or not max(node.floor, node.start) <= end < node.end:
             raise Bug(f"a node of tokens {node.start} to {node.end}, held to {node.floor}, cannot be cut at {end}")
         num_tokens = node.end - end
+        self._retention.resized(node, -num_tokens)
         token = node.token_ids.item(end - node.start)
         if end > node.start:
             del node.edge[TOKEN_BYTES * (end - node.start) :]

@@ -1,10 +1,15 @@
-"""What goes first: a policy gives each use of a node a key, and queues hand out nodes by least key.
+"""What goes first: each use of a node gives it a key, and queues hand out nodes by least key.
+
+    key      (level, *rank)      level: expired -1, priority 25 | 50 | 75 (or 0 to 100), pinned 1000; rank: the policy's
 
 A queue is a heap that is put right lazily. A node's key mostly grows (it was used again), which costs nothing here: its
 old entry stays, and is re-filed under the new key only when it comes up. So a use is O(1), a pop O(log n) amortised.
 
     heap     (3, a) (5, b) (9, c)      a was used at 12 since: pop re-files a under 12 and yields b
     queued   a: 3   b: 5   c: 9        one live entry a node; an entry that `queued` does not confirm is dead
+
+Keys that fall with time alone (something expires) are looked at again when their time has come, before anything else is
+evicted; those nodes wait in a queue of the same kind, by time.
 
 Invariant: every leaf with something to give up is queued, at its key or below; see `KVCache.check`. For window groups
 the queues may miss a block (see `Evictor`), so they are refilled when they run dry too soon.
@@ -13,66 +18,64 @@ the queues may miss a block (see `Evictor`), so they are refilled when they run 
 from __future__ import annotations
 
 import heapq
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+from .policies import Rank, RetentionPolicy
+from .wishes import DEFAULT_PRIORITY, Outcome, Wish
 
 if TYPE_CHECKING:
     from .radix_tree import RadixNode
 
-__all__ = ["EvictionQueue", "Lru", "Retention", "RetentionPolicy"]
+__all__ = ["EvictionQueue", "Retention"]
 
-
-class RetentionPolicy(Protocol):
-    """The order in which content is given up. `name` appears in explanations.
-
-    Whatever the policy, leaves go before the nodes they hang on and nothing leased goes at all.
-    """
-
-    name: str
-
-    def key(self, node: RadixNode, now: float) -> float:
-        """Order of a node that is being used `now`, at the start or the end of a lease: the least goes first."""
-
-
-class Lru:
-    """The least recently used goes first."""
-
-    name = "lru"
-
-    def key(self, node: RadixNode, now: float) -> float:
-        return now
+_EXPIRED, _PINNED = -1.0, 1_000.0
 
 
 class EvictionQueue:
     """Nodes by least key; of equal keys, the deeper node first."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, int, RadixNode]] = []
-        self._queued: dict[RadixNode, float] = {}
+        self._heap: list[tuple[Rank, int, int, RadixNode]] = []
+        self._queued: dict[RadixNode, Rank] = {}
         self._num_pushed = 0
 
     def __contains__(self, node: RadixNode) -> bool:
-        return self._queued.get(node, float("inf")) <= node.key
+        queued = self._queued.get(node)
+        return queued is not None and queued <= node.key
 
     def push(self, node: RadixNode) -> None:
         """Queue a node under its key, unless it already is at that key or below."""
-        if self._queued.get(node, float("inf")) > node.key:
+        queued = self._queued.get(node)
+        if queued is None or queued > node.key:
             self._queued[node] = node.key
             self._num_pushed += 1
             heapq.heappush(self._heap, (node.key, -node.start, self._num_pushed, node))
 
+    def peek(self) -> RadixNode | None:
+        """The node of the least key; None if the queue is empty."""
+        while self._heap:
+            key, _, _, node = self._heap[0]
+            if self._queued.get(node) == key:  # else dead: the node is gone, or was queued again under a lesser key
+                if node.key <= key:
+                    return node
+                del self._queued[node]
+                heapq.heappop(self._heap)
+                self.push(node)
+            else:
+                heapq.heappop(self._heap)
+        return None
+
     def pop(self) -> RadixNode | None:
         """Take out the node of the least key; None if the queue is empty."""
-        while self._heap:
-            key, _, _, node = heapq.heappop(self._heap)
-            if self._queued.get(node) != key:
-                continue  # dead: the node is gone, or was queued again under a lesser key
+        node = self.peek()
+        if node is not None:
+            heapq.heappop(self._heap)
             del self._queued[node]
-            if node.key <= key:
-                return node
-            self.push(node)
-        return None
+        return node
 
     def discard(self, node: RadixNode) -> None:
         """Forget a node; its entry is dead from now on. Dead entries never outnumber live ones for long."""
@@ -94,35 +97,240 @@ class WindowQueues:
     live: EvictionQueue = field(default_factory=EvictionQueue)
 
 
+class _Alarms:
+    """Nodes by the time at which to look at them again; a node has one, and an early alarm does no harm."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, RadixNode]] = []
+        self._set: dict[RadixNode, float] = {}
+        self._num_set = 0
+
+    def set(self, node: RadixNode, time: float) -> None:
+        if time < self._set.get(node, math.inf):
+            self._set[node] = time
+            self._num_set += 1
+            heapq.heappush(self._heap, (time, self._num_set, node))
+
+    def due(self, now: float) -> Iterable[RadixNode]:
+        """Nodes whose time has come, or an earlier one of theirs; their alarms are off."""
+        while self._heap and self._heap[0][0] <= now:
+            time, _, node = heapq.heappop(self._heap)
+            if self._set.get(node) == time:
+                del self._set[node]
+                yield node
+
+    def drop(self, node: RadixNode) -> None:
+        self._set.pop(node, None)
+        if len(self._heap) > 2 * len(self._set) + 64:
+            self._heap = [entry for entry in self._heap if self._set.get(entry[2]) == entry[0]]
+            heapq.heapify(self._heap)
+
+
 class Retention:
-    """Keys of nodes and the queues that they wait in."""
+    """Keys of nodes and the queues that they wait in.
+
+    Attributes:
+        segment_tokens: of each of the policy's segments, all nodes' tokens.
+        namespace_tokens: of each namespace that has any.
+        num_pinned_tokens: tokens of pinned nodes.
+    """
 
     def __init__(self, policy: RetentionPolicy, clock: Callable[[], float], windows: Sequence[int | None]) -> None:
         self.policy = policy
         self.clock = clock
-        self.leaves = EvictionQueue()
         self.window_queues = {group: WindowQueues() for group, window in enumerate(windows) if window is not None}
+        self.segment_tokens = [0] * policy.num_segments
+        self.namespace_tokens: Counter[bytes] = Counter()
+        self.num_pinned_tokens = 0
+        self._leaves = [EvictionQueue() for _ in range(policy.num_segments)]
+        self._alarms = _Alarms()
+        # Paths are long: what a policy does not listen to is not told.
+        kind = type(policy)
+        self._hears_hits = kind.hit is not RetentionPolicy.hit
+        self._hears_ends = kind.ended is not RetentionPolicy.ended
+        self._is_plain = policy.num_segments == 1 and kind.reprieve is RetentionPolicy.reprieve
+        self._reviews = kind.review_at is not RetentionPolicy.review_at
+
+    # -- What becomes of nodes -----------------------------------------------------------------------------------------
+
+    def added(self, node: RadixNode, *, was_evicted: bool) -> None:
+        """A new node is in the tree, with its tokens."""
+        self.policy.added(node, was_evicted=was_evicted)
+        self.resized(node, node.end - node.start)
+
+    def resized(self, node: RadixNode, num_tokens: int) -> None:
+        """The node has got so many tokens more, or, below 0, fewer."""
+        self.segment_tokens[node.standing.segment] += num_tokens
+        self.namespace_tokens[node.namespace] += num_tokens
+        if not self.namespace_tokens[node.namespace]:
+            del self.namespace_tokens[node.namespace]
+        if node.standing.pins:
+            self.num_pinned_tokens += num_tokens
+
+    def hit(self, path: Iterable[RadixNode]) -> None:
+        """Another sequence reuses these nodes."""
+        for node in path:
+            node.num_hits += 1
+            if self._hears_hits:
+                segment = node.standing.segment
+                self.policy.hit(node)
+                self._follow(node, segment)
 
     def touch(self, path: Iterable[RadixNode]) -> None:
         """These nodes are used now."""
         now = self.clock()
         for node in path:
-            before = node.key
-            node.key = self.policy.key(node, now)
-            if node.key < before:
-                self.offer(node)
+            node.standing.used = now
+            node.standing.is_spent = False
+            self._rank(node, now)
+
+    def ended(self, path: Sequence[RadixNode], outcome: Outcome) -> None:
+        """A sequence that passes through these nodes, the deepest first, ended; `touch` follows."""
+        if not self._hears_ends:
+            return
+        now = self.clock()
+        exclusive = set(exclusive_part(path))
+        for node in path:
+            self.policy.ended(node, outcome, now, is_exclusive=node in exclusive)
+
+    def wish(self, path: Iterable[RadixNode], wishes: Sequence[Wish], num_reused_tokens: int) -> None:
+        """A sequence that passes through these nodes, of which it reused so many tokens, wishes; `touch` follows.
+
+        Of all users' wishes for a node the strongest counts, and no wish is one for priority 50: who cares little for
+        content that others use does not take it from them.
+        """
+        for node in path:
+            standing = node.standing
+            covering = [wish for wish in wishes if wish.covers(node.start)] if wishes else ()
+            if not covering:
+                if standing.wish is not None and standing.wish.priority < DEFAULT_PRIORITY:
+                    standing.wish = None
+                continue
+            wish = covering[0]
+            for other in covering[1:]:
+                wish = wish.with_other(other)
+            if standing.wish is not None:
+                standing.wish = wish.with_other(standing.wish)
+            elif wish.priority >= DEFAULT_PRIORITY or node.start >= num_reused_tokens:
+                standing.wish = Wish(wish.priority, wish.ttl_s)
+
+    def spend(self, path: Sequence[RadixNode]) -> None:
+        """Nobody expects these nodes, the deepest first, back, but those that others use too."""
+        now = self.clock()
+        for node in exclusive_part(path):
+            node.standing.is_spent = True
+            self._rank(node, now)
+
+    def set_pins(self, node: RadixNode, pins: frozenset[int]) -> None:
+        standing = node.standing
+        if bool(pins) != bool(standing.pins):
+            self.num_pinned_tokens += (node.end - node.start) * (1 if pins else -1)
+        standing.pins = pins
+        self._rank(node, self.clock())
+
+    def has_expired(self, node: RadixNode, now: float) -> bool:
+        """Whether nobody expects the node back: its time is over, or its conversation was closed."""
+        return node.standing.is_spent or self._expiry(node) <= now
+
+    # -- What goes first -----------------------------------------------------------------------------------------------
 
     def offer(self, node: RadixNode) -> None:
         """The node may have something to give up. Offering in vain does no harm; failing to offer is a leak."""
         if not node.children:
-            self.leaves.push(node)
+            self._leaves[node.standing.segment].push(node)
         for queues in self.window_queues.values():
             queues.interior.push(node)
             queues.live.push(node)
 
+    def is_offered(self, leaf: RadixNode) -> bool:
+        return leaf in self._leaves[leaf.standing.segment]
+
+    def review(self) -> None:
+        """Rank those again whose time has come; call it before taking."""
+        now = self.clock()
+        for node in self._alarms.due(now):
+            self._rank(node, now)
+
+    def take_leaf(self) -> RadixNode | None:
+        """Take out the leaf that goes first; None if there is none. It may have got children since it was offered."""
+        if self._is_plain:
+            return self._leaves[0].pop()
+        while True:
+            heads = {segment: head for segment, queue in enumerate(self._leaves) if (head := queue.peek()) is not None}
+            if not heads:
+                return None
+            level = min(head.key[0] for head in heads.values())
+            segments = [segment for segment, head in heads.items() if head.key[0] == level]
+            segment = segments[0] if len(segments) == 1 else self.policy.choose(segments, self.segment_tokens)
+            node = self._leaves[segment].pop()
+            if node is None or node.standing.segment != segment:
+                continue  # queued again where it belongs when it moved
+            now = self.clock()
+            if not self.policy.reprieve(node, now):
+                return node
+            self._follow(node, segment)
+            self._rank(node, now)
+            self.offer(node)
+
     def forget(self, node: RadixNode) -> None:
         """The node is gone."""
-        self.leaves.discard(node)
+        for leaves in self._leaves:
+            leaves.discard(node)
+        self._alarms.drop(node)
         for queues in self.window_queues.values():
             queues.interior.discard(node)
             queues.live.discard(node)
+
+    def _follow(self, node: RadixNode, segment: int) -> None:
+        """The policy may have moved the node from this segment to another."""
+        if node.standing.segment != segment:
+            self.segment_tokens[segment] -= node.end - node.start
+            self.segment_tokens[node.standing.segment] += node.end - node.start
+            self._leaves[segment].discard(node)
+            self.offer(node)
+
+    def _rank(self, node: RadixNode, now: float) -> None:
+        before = node.key
+        expiry = self._expiry(node)
+        node.key = (self._level(node, expiry <= now), *self.policy.rank(node, now))
+        if node.key < before:
+            self.offer(node)
+        review_at = self.policy.review_at(node, now) if self._reviews else math.inf
+        if now < expiry < review_at:
+            review_at = expiry
+        if review_at < math.inf:
+            self._alarms.set(node, review_at)
+
+    def _level(self, node: RadixNode, has_expired: bool) -> float:
+        standing = node.standing
+        if standing.pins:
+            return _PINNED
+        if has_expired or standing.is_spent:
+            return _EXPIRED
+        if standing.wish is None:
+            return DEFAULT_PRIORITY
+        priority = standing.wish.priority
+        if self.policy.exact_priorities:
+            return priority
+        return DEFAULT_PRIORITY + 25 * ((priority > DEFAULT_PRIORITY) - (priority < DEFAULT_PRIORITY))
+
+    def _expiry(self, node: RadixNode) -> float:
+        wish = node.standing.wish
+        ttl_s = self.policy.default_ttl_s if wish is None else wish.ttl_s
+        return math.inf if ttl_s is None else node.standing.used + ttl_s
+
+
+def exclusive_part(path: Iterable[RadixNode]) -> Iterable[RadixNode]:
+    """Of a path from the deepest node up, those that one conversation alone uses, as far as one can tell.
+
+    Each turn hits all nodes of the turns before it once, so on the way up the hits grow by one a node. Where they grow
+    by more, or others branch off or stand, the trunk that is shared begins.
+    """
+    below: RadixNode | None = None
+    for node in path:
+        if len(node.children) > (below is not None) or node.cursors:
+            return
+        if below is not None and node.num_hits > below.num_hits + 1:
+            return
+        yield node
+        below = node

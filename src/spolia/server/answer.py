@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from spolia.engine import Delta, RequestOutput, SamplingParams, TokenStream
+from spolia.engine import Delta, RequestOutput, SamplingParams, TokenStream, Wish
 from spolia.errors import InvalidRequest, Overloaded
 from spolia.server.replies import Usage
 from spolia.server.served import ServedModel
@@ -55,6 +55,7 @@ class Answer:
         *,
         cache_salt: str,
         max_waiting: int,
+        wishes: Sequence[Wish] = (),
     ) -> Answer:
         """Queue each prompt with each of `params`, or nothing at all.
 
@@ -78,7 +79,9 @@ class Answer:
         try:
             for choice, (prompt, choice_params) in enumerate(itertools.product(prompts, params)):
                 id_ = f"{answer.id}-{choice}"
-                stream = served.engine.generate(prompt, choice_params, request_id=id_, cache_salt=cache_salt)
+                stream = served.engine.generate(
+                    prompt, choice_params, request_id=id_, cache_salt=cache_salt, wishes=wishes
+                )
                 answer._streams.append(stream)
                 served.streams.add(stream)
         except BaseException:

@@ -84,6 +84,7 @@ class ChatEndpoint:
             [body.sampling_params(k) for k in range(body.num_choices)],
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
+            wishes=body.wishes(),
         )
         return await respond(request, body, answer, _ChatRendering(body, answer, model.tokenizer))
 

@@ -43,6 +43,7 @@ class CompletionEndpoint:
             [body.sampling_params(k) for k in range(body.num_choices)],
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
+            wishes=body.wishes(),
         )
         echoes = [""] * len(asked)
         if body.echo:

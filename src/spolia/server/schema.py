@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from spolia.engine import SamplingParams
+from spolia.engine import DEFAULT_PRIORITY, SamplingParams, Wish
 from spolia.errors import InvalidRequest
 from spolia.server.tools import check_tool_calls, check_tools
 
@@ -20,6 +20,7 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
+    "Retention",
     "SamplingRequest",
     "StreamOptions",
     "TokenizeRequest",
@@ -56,8 +57,20 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
+_MAX_WISHES = 16  # each may split nodes of the cache's tree
+
+
 class StreamOptions(msgspec.Struct):
     include_usage: bool = False
+
+
+class Retention(msgspec.Struct, kw_only=True):
+    """How long prompt tokens [start, end) are worth keeping; without `end`, all from `start` on, the answer's too."""
+
+    start: int = 0
+    end: int | None = None
+    priority: int = DEFAULT_PRIORITY
+    ttl: float | None = None
 
 
 class SamplingRequest(msgspec.Struct, kw_only=True):
@@ -81,6 +94,9 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     explain: bool | None = None
+    priority: int | None = None
+    ttl: float | None = None
+    retention: list[Retention] | None = None
 
     # Refused unless neutral; see `_NEUTRAL`.
     allowed_token_ids: Any = None
@@ -110,6 +126,25 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     @property
     def num_choices(self) -> int:
         return 1 if self.n is None else self.n
+
+    def wishes(self) -> list[Wish]:
+        """What `priority`, `ttl` and `retention` ask for.
+
+        Raises:
+            InvalidRequest: a value that is not allowed.
+        """
+        asked = list(self.retention or ())
+        if self.priority is not None or self.ttl is not None:
+            priority = DEFAULT_PRIORITY if self.priority is None else self.priority
+            asked.append(Retention(priority=priority, ttl=self.ttl))
+        if len(asked) > _MAX_WISHES:
+            raise InvalidRequest(f"retention has {len(asked)} ranges; at most {_MAX_WISHES} allowed", param="retention")
+        try:
+            return [Wish(range_.priority, range_.ttl, range_.start, range_.end) for range_ in asked]
+        except ValueError as error:
+            raise InvalidRequest(
+                str(error), param="retention" if self.retention else str(error).split()[0].removesuffix("_s")
+            ) from None
 
     @property
     def include_usage(self) -> bool:

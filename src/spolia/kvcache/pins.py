@@ -1,0 +1,81 @@
+"""Pins: content that is not given up while anything else can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .int_buffer import Ids
+from .radix_tree import RadixTree
+from .retention import Retention
+
+__all__ = ["Pin", "Pins"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A hold on cached tokens that are not in use.
+
+    Attributes:
+        num_tokens: so many were cached and are pinned.
+        until: by the cache's clock; None: until it is lifted.
+    """
+
+    id: int
+    namespace: bytes
+    num_tokens: int
+    until: float | None
+
+
+class Pins:
+    """Pins that hold, within a quota. Their nodes carry their ids, so several pins can share a prefix.
+
+    A running sequence comes before a pin: else a request that fits in an empty pool could fail. So pinned content may
+    be gone when its pin is lifted, which then finds less of it, or nothing.
+    """
+
+    def __init__(self, tree: RadixTree, retention: Retention, quota_tokens: int) -> None:
+        self._tree = tree
+        self._retention = retention
+        self._quota_tokens = quota_tokens
+        self._held: dict[int, tuple[Pin, Ids]] = {}
+        self._num_made = 0
+
+    def pin(self, namespace: bytes, ids: Ids, ttl_s: float | None) -> Pin | None:
+        """See `KVCache.pin`."""
+        self.lift_expired()
+        path, length = self._tree.match(namespace, ids)
+        num_pinned = max((min(node.end, length) for node in path if node.standing.pins), default=0)
+        if self._retention.num_pinned_tokens + length - num_pinned > self._quota_tokens:
+            return None
+        if path:
+            self._tree.split_path(path[-1], length)
+            path, length = self._tree.match(namespace, ids)
+        self._num_made += 1
+        until = None if ttl_s is None else self._retention.clock() + ttl_s
+        pin = Pin(self._num_made, namespace, length, until)
+        for node in path:
+            self._retention.set_pins(node, node.standing.pins | {pin.id})
+        self._held[pin.id] = pin, ids[:length].copy()
+        return pin
+
+    def lift(self, pin_id: int) -> bool:
+        """See `KVCache.unpin`."""
+        entry = self._held.pop(pin_id, None)
+        if entry is None:
+            return False
+        pin, ids = entry
+        path, _ = self._tree.match(pin.namespace, ids)
+        for node in path:
+            self._retention.set_pins(node, node.standing.pins - {pin_id})
+        return True
+
+    def lift_expired(self) -> None:
+        if self._held:
+            now = self._retention.clock()
+            for pin_id in [pin.id for pin, _ in self._held.values() if pin.until is not None and pin.until <= now]:
+                self.lift(pin_id)
+
+    def all(self) -> tuple[Pin, ...]:
+        """Those that hold now, the oldest first."""
+        self.lift_expired()
+        return tuple(pin for pin, _ in self._held.values())
