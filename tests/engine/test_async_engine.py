@@ -213,7 +213,7 @@ def test_random_aborts_leave_nothing_behind():
                 prompt, SamplingParams(temperature=0.0, max_tokens=rng.randrange(1, 30))
             ) as stream:
                 try:
-                    async with asyncio.timeout(rng.random() * 0.2):
+                    async with asyncio.timeout(rng.random() * 0.2 if i % 4 else None):
                         await stream.output()
                 except TimeoutError:
                     pass
@@ -224,7 +224,7 @@ def test_random_aborts_leave_nothing_behind():
         finished = engine.stats.counters.num_finished
         assert sum(finished.values()) == 200
         assert finished["abort"] > 10
-        assert finished["length"] > 10
+        assert finished["length"] >= 50
 
     with_engine(test, num_blocks=40, max_context=256)
 

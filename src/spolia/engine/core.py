@@ -14,7 +14,7 @@ from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
 from spolia.errors import ModelError, SpoliaError
 from spolia.generation import Sampler, Samples, TextStream
-from spolia.kernels import Executable
+from spolia.kernels import BLOCK_SIZE, Executable
 from spolia.kvcache import KVCache
 
 __all__ = ["EngineCore", "Observer", "StepStats"]
@@ -163,13 +163,19 @@ class EngineCore:
             self._num_recomputed += max(0, min(sequence.num_ever_computed_tokens, stop) - start)
 
     def _commit(self, plan: StepPlan) -> list[Sequence]:
-        """Make what the step computed visible to others; the sequences whose next token is due."""
+        """Make what the step computed visible to others; the sequences whose next token is due.
+
+        Single tokens become visible a block at a time, or when their sequence stops: a part of a block that still grows
+        is hardly ever asked for, and the tree's work is the same for sixteen tokens as for one. Since no block is begun
+        before the last one is committed, nothing else depends on it.
+        """
         commit, stats = self.cache.commit, self.cache.stats
         num_duplicate_tokens = stats.num_duplicate_tokens
         sampled = []
         for sequence, start, stop in plan.entries:
-            commit(sequence.held_lease, sequence.token_ids[start:stop])
             sequence.num_computed_tokens = stop
+            if stop - start > 1 or stop % BLOCK_SIZE == 0:
+                commit(sequence.held_lease, sequence.uncommitted_ids)
             if stats.num_duplicate_tokens != num_duplicate_tokens:  # its blocks may have been exchanged for equal ones
                 num_duplicate_tokens = stats.num_duplicate_tokens
                 sequence.table_changed = True

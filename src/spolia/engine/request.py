@@ -129,6 +129,11 @@ class Sequence:
         return self.lease
 
     @property
+    def uncommitted_ids(self) -> NDArray[np.int32]:
+        """Tokens that are computed, but that the cache has not been told of."""
+        return self.token_ids[self.held_lease.num_computed_tokens : self.num_computed_tokens]
+
+    @property
     def num_pending_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
 

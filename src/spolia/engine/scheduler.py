@@ -160,7 +160,10 @@ class Scheduler:
         self._headroom = min(2 * self._headroom, _MAX_HEADROOM)
 
     def _stop_running(self, sequence: Sequence, outcome: Outcome) -> None:
-        sequence.held_lease.close(outcome)
+        lease = sequence.held_lease
+        if len(ids := sequence.uncommitted_ids):
+            self._cache.commit(lease, ids)
+        lease.close(outcome)
         sequence.lease = None
         self._free_lanes.append(sequence.lane)
         self._is_full = False
