@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -108,6 +109,10 @@ def serve(
     threads: ThreadsFlag = None,
     max_context: MaxContextFlag = None,
     stream_interval: StreamIntervalFlag = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Append each request to this trace, for `spolia sim`. It holds no text, nor token ids."),
+    ] = None,
     check: CheckFlag = None,
 ) -> None:
     """Serve MODEL to OpenAI's clients. Ctrl-C finishes what runs, and twice aborts it."""
@@ -122,7 +127,7 @@ def serve(
         stream_interval_ms=stream_interval,
         check=check,
     )
-    run(model, name=name, engine=engine, host=host, port=port, max_waiting=max_waiting)
+    run(model, name=name, engine=engine, host=host, port=port, max_waiting=max_waiting, record=record)
 
 
 @app.command()
@@ -207,6 +212,31 @@ def remove(name: Annotated[str, typer.Argument(metavar="NAME", help="As `spolia 
     from spolia.cli.models import remove
 
     remove(name)
+
+
+@app.command()
+def sim(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A file of `serve --record`, Mooncake's or agent sessions; .gz too.")
+    ],
+    policy: Annotated[str, typer.Option(help="Policies, with commas. Default: all.")] = "",
+    sizes: Annotated[
+        str, typer.Option(help="Cache sizes in tokens, with commas, like 64k,1.5M. Default: up to all of the trace.")
+    ] = "",
+    spread: Annotated[
+        float, typer.Option(help="Sessions without a date begin at random within so many hours.", min=0)
+    ] = 4.0,
+    seed: Annotated[int, typer.Option(help="Of when they begin.")] = 0,
+    png: Annotated[Path | None, typer.Option(help="Draw the miss-ratio curve into this file.")] = None,
+) -> None:
+    """Replay TRACE through the cache without a model: hit rates by policy and size, and the miss-ratio curve."""
+    from spolia.cli.sim import run
+
+    run(trace, policies=_listed(policy), sizes=_listed(sizes), spread_s=3600 * spread, seed=seed, png=png)
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 @app.command()

@@ -12,6 +12,7 @@ from typing import Any
 
 from spolia.cli.flags import EngineFlags
 from spolia.cli.models import fetch
+from spolia.cli.recording import Recording
 from spolia.engine import AsyncEngine
 from spolia.errors import InvalidRequest, SpoliaError
 from spolia.server import ServerConfig, listen
@@ -20,7 +21,14 @@ __all__ = ["run"]
 
 
 def run(
-    source: str, *, name: str | None, engine: EngineFlags, host: str | None, port: int | None, max_waiting: int | None
+    source: str,
+    *,
+    name: str | None,
+    engine: EngineFlags,
+    host: str | None,
+    port: int | None,
+    max_waiting: int | None,
+    record: Path | None = None,
 ) -> None:
     """Serve until a signal; see `spolia.server.serve`.
 
@@ -45,25 +53,28 @@ def run(
             f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; "
             "choose another with --host or --port"
         ) from None
+    recording = None if record is None else Recording(record)
     served_name = name or _name(source)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     logging.getLogger("spolia.server").info("listening model=%s url=http://%s:%d/v1", served_name, shown, port)
     # Loading begins before the web framework is imported: each takes about half a second of start-up.
-    loading = _in_background(lambda: _load(source, config))
+    loading = _in_background(lambda: _load(source, config, recording))
 
     from spolia.server import serve
 
     serve({served_name: loading}, settings, listener)
+    if recording is not None:
+        recording.close()
     if not loading.done():
         # Asked to end while the model loads: a thread in native code must not come back to a dying interpreter.
         logging.shutdown()
         os._exit(0)
 
 
-def _load(source: str, config: Any) -> AsyncEngine:
+def _load(source: str, config: Any, recording: Recording | None) -> AsyncEngine:
     fetch(source)
-    return AsyncEngine(source, config)
+    return AsyncEngine(source, config, observer=recording)
 
 
 def _name(source: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spolia.generation import TokenLogprobs
-from spolia.kvcache import Explanation, Ledger
+from spolia.kvcache import Explanation, Ledger, Outcome
 
 __all__ = ["Counters", "Delta", "EngineStats", "FinishReason", "RequestOutput", "Timings"]
 
@@ -42,6 +42,8 @@ class RequestOutput:
         num_cached_tokens: prompt tokens whose KV was reused.
         explanation: why the other prompt tokens were not; None if the request was aborted before it was looked up.
         seed: the one that was used; passing it again gives the same answer.
+        namespace: who may share its KV.
+        outcome: how it ended, for retention.
     """
 
     request_id: str
@@ -55,6 +57,8 @@ class RequestOutput:
     explanation: Explanation | None
     seed: int
     timings: Timings
+    namespace: bytes = b""
+    outcome: Outcome = Outcome.TURN
 
 
 @dataclass(frozen=True, slots=True)

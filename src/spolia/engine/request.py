@@ -215,4 +215,6 @@ class Sequence:
                 first_token_s=None if self.first_token_s is None else self.first_token_s - arrival_s,
                 total_s=now_s - arrival_s,
             ),
+            namespace=self.request.namespace,
+            outcome=self.outcome,
         )
