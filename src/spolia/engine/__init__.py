@@ -24,7 +24,7 @@ from spolia.engine.request import Request, Sequence
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
 from spolia.generation import SamplingParams, TokenLogprobs
-from spolia.kvcache import DEFAULT_PRIORITY, Explanation, Ledger, MissReason, Outcome, Wish
+from spolia.kvcache import DEFAULT_PRIORITY, Explanation, Ledger, MissReason, Outcome, TokenRange, Wish
 from spolia.models import Model, load
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "StepStats",
     "Timings",
     "TokenLogprobs",
+    "TokenRange",
     "TokenStream",
     "Wish",
     "build_engine",

@@ -158,6 +158,7 @@ class EngineCore:
                 sequence.first_step_s = now_s
                 sequence.explanation = hit.explanation
                 sequence.num_cached_tokens = start
+                sequence.num_shared_tokens = min(start, sequence.held_lease.num_shared_tokens)
                 self._num_prompt += sequence.num_prompt_tokens
                 self._num_cached += start
             self._num_recomputed += max(0, min(sequence.num_ever_computed_tokens, stop) - start)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spolia.generation import TokenLogprobs
-from spolia.kvcache import Explanation, Ledger, Outcome
+from spolia.kvcache import Explanation, Ledger, Outcome, TokenRange
 
 __all__ = ["Counters", "Delta", "EngineStats", "FinishReason", "RequestOutput", "Timings"]
 
@@ -44,6 +44,9 @@ class RequestOutput:
         seed: the one that was used; passing it again gives the same answer.
         namespace: who may share its KV.
         outcome: how it ended, for retention.
+        ranges: every prompt token with its source and the reason it was computed, if it was; empty if the request was
+            aborted before it was looked up.
+        evicted_age_s: how long before the look-up the missing content had been evicted, if that is why.
     """
 
     request_id: str
@@ -59,6 +62,8 @@ class RequestOutput:
     timings: Timings
     namespace: bytes = b""
     outcome: Outcome = Outcome.TURN
+    ranges: tuple[TokenRange, ...] = ()
+    evicted_age_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from spolia.engine.outputs import FinishReason, RequestOutput, Timings
 from spolia.errors import Bug
 from spolia.generation import RowSampling, SamplingParams, TextStream, TokenLogprobs
-from spolia.kvcache import Explanation, Lease, Outcome, Wish
+from spolia.kvcache import Explanation, Lease, Outcome, TokenRange, Wish, attribute
 
 __all__ = ["Request", "Sequence"]
 
@@ -87,6 +87,7 @@ class Sequence:
         "num_ever_computed_tokens",
         "num_passed_over",
         "num_prompt_tokens",
+        "num_shared_tokens",
         "num_slots",
         "num_tokens",
         "request",
@@ -114,6 +115,7 @@ class Sequence:
         self.num_ever_computed_tokens = 0
         self.num_passed_over = 0
         self.num_cached_tokens = 0
+        self.num_shared_tokens = 0
         self.explanation: Explanation | None = None
         self.first_step_s: float | None = None
         self.first_token_s: float | None = None
@@ -148,6 +150,20 @@ class Sequence:
     @property
     def generated_ids(self) -> tuple[int, ...]:
         return tuple(self.token_ids[self.num_prompt_tokens : self.num_tokens].tolist())
+
+    def _ranges(self) -> tuple[TokenRange, ...]:
+        if self.explanation is None:
+            return ()
+        return attribute(
+            self.explanation,
+            num_shared=self.num_shared_tokens,
+            num_reused=self.num_cached_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+        )
+
+    def _evicted_age_s(self) -> float | None:
+        evicted = None if self.explanation is None else self.explanation.evicted
+        return None if evicted is None or self.first_step_s is None else self.first_step_s - evicted.time
 
     @property
     def outcome(self) -> Outcome:
@@ -217,4 +233,6 @@ class Sequence:
             ),
             namespace=self.request.namespace,
             outcome=self.outcome,
+            ranges=self._ranges(),
+            evicted_age_s=self._evicted_age_s(),
         )

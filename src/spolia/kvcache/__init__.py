@@ -9,7 +9,7 @@ when room is short, `explain.py` and `events.py` what is told about it.
 from .block_pool import BlockPool, Ledger, Tag
 from .cache import GroupSpec, KVCache, Snapshot
 from .events import Cleared, Event, EventBatch, Removed, Stored
-from .explain import Beneficiary, Eviction, Explanation, MissReason, PrefixHit
+from .explain import Beneficiary, Eviction, Explanation, MissReason, PrefixHit, TokenRange, attribute
 from .lease import BlockCopy, Lease
 from .namespace import namespace_key
 from .pins import Pin
@@ -44,7 +44,9 @@ __all__ = [
     "Snapshot",
     "Stored",
     "Tag",
+    "TokenRange",
     "Wish",
+    "attribute",
     "make_policy",
     "namespace_key",
 ]

@@ -13,7 +13,7 @@ from ..errors import Bug, LeaseError
 from .block_pool import BlockPool, Ledger, Tag
 from .events import EventBatch, EventLog, Stored
 from .eviction import Evictor, OnEvict
-from .explain import Beneficiary, Eviction, Explanation, MissReason, PrefixHit
+from .explain import Beneficiary, Eviction, Explanation, MissReason, PrefixHit, attribute
 from .int_buffer import Ids, IntBuffer
 from .invariants import check_invariants
 from .lease import BlockCopy, Lease
@@ -155,13 +155,18 @@ class KVCache:
         cursor = Cursor(node, hit.num_tokens)
         node.cursors.append(cursor)
         tables, first_blocks = [], []
+        num_shared = hit.num_tokens
         for group, pool in enumerate(self._pools):
             first = self._tree.first_needed_block(group, hit.num_tokens)
             table = IntBuffer(self._tree.path_table(path, group, first, hit.num_tokens))
+            idle = np.flatnonzero(pool.num_leases(table.view[first:]) == 0)
+            if len(idle):
+                num_shared = min(num_shared, (first + int(idle[0])) * self.block_size)
             pool.hold(table.view[first:])
             tables.append(table)
             first_blocks.append(first)
         lease = Lease(self, hit, cursor, tables, first_blocks, beneficiary=beneficiary, wishes=wishes)
+        lease.num_shared_tokens = num_shared
         self._leases.add(lease)
         self._retention.touch(path)
         return lease
@@ -379,7 +384,8 @@ class KVCache:
         if length == wanted:
             explanation = Explanation(MissReason.FULL, None, matched)
         elif length < min(matched, wanted):
-            explanation = Explanation(MissReason.OUTSIDE_WINDOW, length, matched)
+            beyond = _explain_end(last, matched, ids.item(matched)) if matched < len(ids) else None
+            explanation = Explanation(MissReason.OUTSIDE_WINDOW, length, matched, beyond=beyond)
         else:
             explanation = _explain_end(last, matched, ids.item(matched))
         return path, PrefixHit(length, len(ids), explanation)
@@ -394,7 +400,11 @@ class KVCache:
             stats.num_opened += 1
             stats.num_asked_tokens += hit.num_prompt_tokens
             stats.num_reused_tokens += hit.num_tokens
-            stats.num_missed_tokens[hit.explanation.reason] += hit.num_prompt_tokens - hit.num_tokens
+            for start, stop, _, reason in attribute(
+                hit.explanation, num_shared=0, num_reused=hit.num_tokens, num_prompt_tokens=hit.num_prompt_tokens
+            ):
+                if reason is not None:
+                    stats.num_missed_tokens[reason] += stop - start
 
     def _require(self, lease: Lease) -> None:
         lease.require_open()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-__all__ = ["NOBODY", "Beneficiary", "Eviction", "Explanation", "MissReason", "PrefixHit"]
+__all__ = ["NOBODY", "Beneficiary", "Eviction", "Explanation", "MissReason", "PrefixHit", "TokenRange", "attribute"]
 
 
 class MissReason(StrEnum):
@@ -26,6 +26,8 @@ class MissReason(StrEnum):
     """This continuation was cached and somebody cleared it."""
     OUTSIDE_WINDOW = "outside_window"
     """The tokens are known, but a window group no longer has the blocks that the next token would look at."""
+    TEMPLATE_DRIFT = "template_drift"
+    """The conversation is cached, but its history was put into other tokens this time; told by who knows messages."""
     OTHER_NAMESPACE = "other_namespace"
     """Cached, but for somebody else; told only by `KVCache.explain` to who asks for it."""
 
@@ -47,6 +49,7 @@ class Eviction(NamedTuple):
     reason: MissReason  # EVICTED, EXPIRED or CLEARED
     cause: str  # the policy or call that did it
     beneficiary: Beneficiary = NOBODY
+    num_tokens: int = 0  # of the longest continuation that was cut off there
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Explanation:
         divergence: position of the first token that was not reused although it might have been; None if FULL.
         num_matched_tokens: tokens that the tree knows; more than were reused if OUTSIDE_WINDOW.
         continuation: the first tokens that the cache has at `divergence` instead (of one sequence), if DIVERGED.
+        beyond: why the tokens after the known ones are not there either, if OUTSIDE_WINDOW.
         evicted: when, by what and for whom, if EVICTED, EXPIRED or CLEARED.
     """
 
@@ -66,6 +70,44 @@ class Explanation:
     num_matched_tokens: int
     continuation: tuple[int, ...] = ()
     evicted: Eviction | None = None
+    beyond: Explanation | None = None
+
+
+class TokenRange(NamedTuple):
+    """Where the KV of prompt tokens [start, stop) came from.
+
+    `source` is "shared" (in use by another running sequence), "device" (cached), or "computed"; `reason` says why the
+    latter was not reused, else None.
+    """
+
+    start: int
+    stop: int
+    source: str
+    reason: MissReason | None = None
+
+
+def attribute(
+    explanation: Explanation, *, num_shared: int, num_reused: int, num_prompt_tokens: int
+) -> tuple[TokenRange, ...]:
+    """Every token of a prompt, in order, with its source and, if it was computed, one reason.
+
+    Of what was evicted the tree remembers how long it was, not what it said: the prompt may differ from it sooner.
+    """
+    ranges = [TokenRange(0, num_shared, "shared"), TokenRange(num_shared, num_reused, "device")]
+    position = num_reused
+    why: Explanation | None = explanation
+    while why is not None:
+        if why.reason is MissReason.OUTSIDE_WINDOW:
+            stop = why.num_matched_tokens
+        elif why.evicted is not None and why.evicted.num_tokens:
+            stop = position + why.evicted.num_tokens
+        else:
+            stop = num_prompt_tokens
+        stop = min(stop, num_prompt_tokens)
+        ranges.append(TokenRange(position, stop, "computed", why.reason))
+        position, why = stop, why.beyond
+    ranges.append(TokenRange(position, num_prompt_tokens, "computed", MissReason.NEVER_SEEN))
+    return tuple(part for part in ranges if part.start < part.stop)
 
 
 @dataclass(frozen=True, slots=True)

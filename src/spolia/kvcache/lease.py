@@ -38,6 +38,7 @@ class Lease:
 
     Attributes:
         hit: what was reused at the start, and why no more.
+        num_shared_tokens: of the reused, those in blocks that other leases held when it was opened.
         beneficiary: who it is for: what makes room for it remembers that.
         wishes: how long its content is worth keeping.
         num_reserved_tokens: tokens [0, num_reserved_tokens) have slots.
@@ -60,6 +61,7 @@ class Lease:
         "hit",
         "is_open",
         "num_reserved_tokens",
+        "num_shared_tokens",
         "tables",
         "tail_is_shared",
         "wishes",
@@ -77,6 +79,7 @@ class Lease:
         wishes: Sequence[Wish] = (),
     ) -> None:
         self.hit = hit
+        self.num_shared_tokens = 0
         self.beneficiary = beneficiary
         self.wishes = tuple(wishes)
         self.is_open = True

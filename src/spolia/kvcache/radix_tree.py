@@ -404,6 +404,9 @@ class RadixTree:
         if node.children or node.parent is None or not max(node.floor, node.start) <= end < node.end:
             raise Bug(f"a node of tokens {node.start} to {node.end}, held to {node.floor}, cannot be cut at {end}")
         num_tokens = node.end - end
+        # What was cut off at its end before went on from these tokens.
+        beyond = max((scar.num_tokens for place, scar in node.scars.items() if place[0] == node.end), default=0)
+        eviction = eviction._replace(num_tokens=num_tokens + beyond)
         self._retention.resized(node, -num_tokens)
         token = node.token_ids.item(end - node.start)
         if end > node.start:

@@ -11,20 +11,19 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from spolia.engine import Delta, RequestOutput, SamplingParams, TokenStream, Wish
 from spolia.errors import InvalidRequest, Overloaded
+from spolia.server.conversations import Conversation
+from spolia.server.explaining import Explained, explain
 from spolia.server.replies import Usage
 from spolia.server.served import ServedModel
 
 __all__ = ["Answer"]
 
 logger = logging.getLogger("spolia.requests")
-
-# Tokens of the prompt shown around the place where reuse ended.
-_CONTEXT_TOKENS = 8
 
 
 class Answer:
@@ -35,7 +34,13 @@ class Answer:
         outputs: by choice, those that have ended.
     """
 
-    def __init__(self, kind: str, served: ServedModel, num_choices: int) -> None:
+    def __init__(
+        self,
+        kind: str,
+        served: ServedModel,
+        num_choices: int,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.outputs: dict[int, RequestOutput] = {}
@@ -44,6 +49,8 @@ class Answer:
         self._num_choices = num_choices
         self._streams: list[TokenStream] = []
         self._last_token_s: dict[int, float] = {}
+        self._messages = messages
+        self._explained: dict[int, Explained] = {}
 
     @classmethod
     def submit(
@@ -56,17 +63,19 @@ class Answer:
         cache_salt: str,
         max_waiting: int,
         wishes: Sequence[Wish] = (),
+        messages: Sequence[Mapping[str, Any]] | None = None,
     ) -> Answer:
         """Queue each prompt with each of `params`, or nothing at all.
 
         Args:
             kind: the id's first word, which tells endpoints apart.
+            messages: what the prompt was rendered from, if it was.
 
         Raises:
             InvalidRequest: some prompt can never be answered, or there are more than may ever wait.
             Overloaded: `max_waiting` requests would be waiting, or the server is draining.
         """
-        answer = cls(kind, served, len(params))
+        answer = cls(kind, served, len(params), messages)
         num_asked = len(prompts) * len(params)
         if num_asked > max_waiting:
             raise InvalidRequest(
@@ -143,11 +152,10 @@ class Answer:
 
     def _explain(self, choice: int) -> dict[str, Any]:
         output = self.outputs[choice]
-        why, timings = output.explanation, output.timings
-        explained: dict[str, Any] = {
+        timings = output.timings
+        return {
             "index": choice,
-            "num_prompt_tokens": len(output.prompt_token_ids),
-            "num_cached_tokens": output.num_cached_tokens,
+            **self._explained[choice].facts,
             "seed": output.seed,
             "timings": {
                 "queue_s": timings.queue_s,
@@ -155,17 +163,6 @@ class Answer:
                 "total_s": timings.total_s,
             },
         }
-        if why is not None:
-            explained["reason"] = why.reason.value
-            explained["divergence"] = why.divergence
-            if why.divergence is not None:
-                # The client's own text only: what the cache holds instead may be another client's.
-                around = slice(max(0, why.divergence - _CONTEXT_TOKENS), why.divergence + _CONTEXT_TOKENS)
-                ids = output.prompt_token_ids[around]
-                explained["text_around"] = self._engine.model.tokenizer.decode(ids, skip_special=False)
-            if why.evicted is not None:
-                explained["evicted_by"] = why.evicted.cause
-        return explained
 
     def _note(self, choice: int, delta: Delta) -> None:
         """Measure a delta on its way to the client; log the last one."""
@@ -179,8 +176,21 @@ class Answer:
         if delta.output is not None:
             self.outputs[choice] = delta.output
             self._served.streams.discard(self._streams[choice])
-            metrics.observe(delta.output)
+            self._take_output(choice, delta.output)
+            metrics.observe(delta.output, self._explained[choice].ranges)
             _log(self.model, delta.output)
+
+    def _take_output(self, choice: int, output: RequestOutput) -> None:
+        """Explain it, for whoever asks now or later, and remember what was said."""
+        served, messages = self._served, self._messages
+        explained = explain(output, self._engine.model.tokenizer, messages=messages, log=served.conversations)
+        self._explained[choice] = explained
+        served.explained.add(self.id, choice, explained)
+        if messages is not None and output.finish_reason != "abort":
+            num_tokens = len(output.prompt_token_ids) + len(output.token_ids) - 1
+            served.conversations.add(
+                Conversation(f"{self.id}-{choice}", output.namespace, messages, num_tokens, output.text)
+            )
 
     async def _merged(self) -> AsyncIterator[tuple[int, Delta]]:
         arrived: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()

@@ -15,6 +15,7 @@ import spolia
 from spolia.engine import AsyncEngine
 from spolia.errors import SpoliaError
 from spolia.server.body import BodyDeadlines
+from spolia.server.cache import CacheEndpoints
 from spolia.server.chat import ChatEndpoint
 from spolia.server.completions import CompletionEndpoint
 from spolia.server.config import ServerConfig
@@ -52,6 +53,7 @@ def _routes(models: ServedModels, config: ServerConfig) -> list[Route]:
     """Every API's."""
     return [
         *StatusEndpoints(models).routes(),
+        *CacheEndpoints(models).routes(),
         *TokenizeEndpoints(models, config).routes(),
         Route("POST", "/v1/completions", CompletionEndpoint(models, config).respond, CompletionRequest),
         Route("POST", "/v1/chat/completions", ChatEndpoint(models, config).respond, ChatRequest),

@@ -85,6 +85,7 @@ class ChatEndpoint:
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
             wishes=body.wishes(),
+            messages=body.messages,
         )
         return await respond(request, body, answer, _ChatRendering(body, answer, model.tokenizer))
 

@@ -1,6 +1,7 @@
 """Errors as OpenAI's clients know them: `{"error": {"message", "type", "param", "code"}}` with the right status.
 
-InvalidRequest 400 · UnknownModel 404 · BodyTooSlow 408 · BodyTooLarge 413 · Overloaded 429 · NotReady 503 · others 500
+InvalidRequest 400 · UnknownModel, UnknownThing 404 · BodyTooSlow 408 · BodyTooLarge 413 · Overloaded 429 · NotReady 503 ·
+others 500
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ __all__ = [
     "BodyTooLarge",
     "BodyTooSlow",
     "ErrorBody",
+    "UnknownThing",
     "error_body",
     "error_response",
     "handle_disconnect",
@@ -37,6 +39,10 @@ class BodyTooSlow(InvalidRequest):
     """The request's body did not arrive within `ServerConfig.body_timeout_s` (HTTP 408)."""
 
 
+class UnknownThing(InvalidRequest):
+    """What the path names is not here (HTTP 404)."""
+
+
 class ErrorBody(msgspec.Struct, frozen=True):
     message: str
     type: str
@@ -51,6 +57,7 @@ class _Envelope(msgspec.Struct, frozen=True):
 # Status, OpenAI's type, and the code where the error has none. The first class that fits wins: subclasses come first.
 _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
+    (UnknownThing, 404, "invalid_request_error", "not_found"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
     (InvalidRequest, 400, "invalid_request_error", None),

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from spolia.engine import EngineStats, RequestOutput
+from spolia.engine import EngineStats, RequestOutput, TokenRange
 
 __all__ = ["Metrics", "ModelMetrics"]
 
@@ -32,8 +32,8 @@ class ModelMetrics:
         self._ttft_s = metrics.ttft_s.labels(model)
         self._request_s = metrics.request_s.labels(model)
         self._queue_s = metrics.queue_s.labels(model)
-        self._reused = metrics.prompt_tokens.labels(model, "device")
-        self._computed = metrics.prompt_tokens.labels(model, "computed")
+        self._prompt_tokens = metrics.prompt_tokens
+        self._missed = metrics.missed_tokens
         self._finished = metrics.finished
         self._reuse_ended = metrics.reuse_ended
         self._model = model
@@ -42,14 +42,16 @@ class ModelMetrics:
         """`num_tokens` arrived together, `seconds` after the ones before: each waited its share."""
         self._inter_token_s.observe(seconds / num_tokens, num_tokens)
 
-    def observe(self, output: RequestOutput) -> None:
-        """A request has ended."""
+    def observe(self, output: RequestOutput, ranges: Sequence[TokenRange] = ()) -> None:
+        """A request has ended; `ranges` are its prompt tokens by source and reason."""
         timings = output.timings
         self._request_s.observe(timings.total_s)
         if timings.queue_s is not None:
             self._queue_s.observe(timings.queue_s)
-            self._reused.inc(output.num_cached_tokens)
-            self._computed.inc(len(output.prompt_token_ids) - output.num_cached_tokens)
+        for start, stop, source, reason in ranges:
+            self._prompt_tokens.labels(self._model, source).inc(stop - start)
+            if reason is not None:
+                self._missed.labels(self._model, reason.value).inc(stop - start)
         if timings.first_token_s is not None:
             self._ttft_s.observe(timings.first_token_s)
         self._finished.labels(self._model, output.finish_reason).inc()
@@ -147,6 +149,10 @@ class Metrics:
         self.prompt_tokens = Counter(
             "spolia_prompt_tokens", "Prompt tokens by where their KV came from.", ["model", "source"], registry=registry
         )
+        self.missed_tokens = Counter(
+            "spolia_missed_prompt_tokens", "Prompt tokens that were computed, by why they were not reused.",
+            ["model", "reason"], registry=registry,
+        )  # fmt: skip
         self.finished = Counter(
             "spolia_requests_finished", "Requests by how they ended.", ["model", "reason"], registry=registry
         )

@@ -10,6 +10,8 @@ from weakref import WeakSet
 
 from spolia.engine import AsyncEngine, EngineStats, TokenStream
 from spolia.errors import NotReady, UnknownModel
+from spolia.server.conversations import ConversationLog
+from spolia.server.explaining import ExplainLog
 from spolia.server.metrics import Metrics, ModelMetrics
 
 __all__ = ["ServedModel", "ServedModels"]
@@ -22,6 +24,7 @@ class ServedModel:
     Attributes:
         loading: done when the model can answer, or holds why it never will.
         streams: submitted and not ended. Weak, so that one which nobody reads any more does not count for ever.
+        explained, conversations: of the last requests.
         since_s: Unix time at which loading began.
     """
 
@@ -30,6 +33,8 @@ class ServedModel:
     metrics: ModelMetrics
     since_s: float = field(default_factory=time.time)
     streams: WeakSet[TokenStream] = field(default_factory=WeakSet)
+    explained: ExplainLog = field(default_factory=ExplainLog)
+    conversations: ConversationLog = field(default_factory=ConversationLog)
 
     @property
     def trouble(self) -> str | None:
