@@ -94,6 +94,21 @@ def test_sampling_flags_are_fields_of_the_sampling_parameters():
     expected = {"max_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7}
     assert flags.params() == SamplingParams(**expected, stop=("a", "b"))
     assert SamplingFlags().params(temperature=0.0) == SamplingParams(temperature=0.0)
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2}
+    more = ["typical_p=0.9", 'bad_words=["x"]', "filter_order=top_p"]
+    expected = SamplingParams(**penalties, typical_p=0.9, bad_words=("x",), filter_order="top_p")
+    assert SamplingFlags(**penalties, more=more).params() == expected
+
+
+@pytest.mark.parametrize("text", ["typical_p", "typical=0.9", "=3"])
+def test_a_parameter_that_is_none_is_refused_with_the_names_there_are(text: str):
+    with pytest.raises(typer.BadParameter, match=r"NAME=VALUE.*typical_p"):
+        SamplingFlags(more=[text]).params()
+
+
+def test_own_processors_are_named_on_the_command_line():
+    flags = EngineFlags(processors=["quiet=my.module:Quiet"])
+    assert flags.config() == EngineConfig(processors=("quiet=my.module:Quiet",))
 
 
 @pytest.mark.parametrize(
@@ -240,6 +255,10 @@ def test_an_unknown_model_is_one_line_and_status_1(command: list[str]):
         (["--temperature", "-1"], ["temperature", "-1"]),
         (["--threads", "0"], ["num_threads", "0"]),
         (["-n", "0"], ["max_tokens", "0"]),
+        (["--repeat-penalty", "0"], ["repetition_penalty", "0"]),
+        (["--presence-penalty", "101"], ["presence_penalty", "101"]),
+        (["--frequency-penalty", "-101"], ["frequency_penalty", "-101"]),
+        (["--param", "top_h=7"], ["top_h", "7"]),
         (["--raw", "--system", "Be brief."], ["--system"]),
     ],
 )

@@ -7,7 +7,7 @@ another prompt gives other logits than `toy_logits(prefix)`, and mostly another 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
@@ -114,7 +114,7 @@ class ByteTokenizer:
 
     vocab_size = VOCAB_SIZE
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         return list(text.encode())
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -151,6 +151,7 @@ def toy_engine(
     observer: Any = None,
     sampler: Any = None,
     eos_token_ids: Sequence[int] = (),
+    processors: Mapping[str, Any] | None = None,
     stream_interval_ms: float = 16.0,
 ) -> Engine:
     """An engine on the toy, with the cache checked after each step."""
@@ -181,6 +182,7 @@ def toy_engine(
         fitting_tokens=fitting,
         namespace=lambda salt: namespace_key(model="toy", salt=salt),
         clock=clock,
+        processors=processors or {},
     )
     config = EngineConfig(
         max_batch_tokens=max_batch_tokens,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spolia.errors import InvalidRequest
 from spolia.generation import SamplingParams
@@ -44,6 +47,30 @@ from spolia.generation import SamplingParams
         ("logprobs", -1),
         ("logprobs", True),
         ("include_stop_str_in_output", "yes"),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 1e9),
+        ("dry_base", -1),
+        ("mirostat", 1),
+        ("mirostat", True),
+        ("logit_bias", 5),
+        ("logit_bias", [(5, 1.0, 2)]),
+        ("logit_bias", {5: math.nan}),
+        ("sequence_bias", [((), 1.0)]),
+        ("sequence_bias", [5]),
+        ("bad_words_ids", [[]]),
+        ("bad_words_ids", 7),
+        ("allowed_token_ids", ()),
+        ("forced_eos_token_id", ()),
+        ("forced_eos_token_id", "x"),
+        ("exponential_decay_length_penalty", (3,)),
+        ("exponential_decay_length_penalty", (3, 0.5)),
+        ("prefix_allowed_tokens_fn", 5),
+        ("filter_order", ("top_q",)),
+        ("filter_order", ("top_p", "top_p")),
+        ("watermark", {"ratio": 0}),
+        ("watermark", {"context_width": 0}),
+        ("watermark", 5),
+        ("logits_processors", 5),
     ],
 )
 def test_an_impossible_value_is_refused_by_name(name, value):
@@ -51,6 +78,28 @@ def test_an_impossible_value_is_refused_by_name(name, value):
         SamplingParams(**{name: value})
     assert caught.value.param == name
     assert name in str(caught.value)
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.one_of(st.integers(-5, 5), st.text(max_size=2), st.floats(), st.lists(st.integers(), max_size=2))),
+    st.dictionaries(st.text(max_size=3), st.one_of(st.integers(), st.floats()), max_size=3),
+)
+
+
+@settings(max_examples=2_000, deadline=None)
+@given(st.sampled_from([field.name for field in fields(SamplingParams)]), ODD)
+def test_any_value_of_any_parameter_is_taken_or_refused_by_name(name, value):
+    refusal = None
+    try:
+        SamplingParams(**{name: value})
+    except InvalidRequest as error:
+        refusal = error
+    assert refusal is None or (refusal.param == name and name in str(refusal))
 
 
 def test_min_tokens_may_not_exceed_max_tokens():

@@ -12,12 +12,17 @@ import typer
 from spolia.cli.flags import (
     CheckFlag,
     EngineFlags,
+    FrequencyPenaltyFlag,
     KvDtypeFlag,
     KvMemoryFlag,
     KvPolicyFlag,
     MaxContextFlag,
     MaxTokensFlag,
     MinPFlag,
+    ParamFlag,
+    PresencePenaltyFlag,
+    ProcessorFlag,
+    RepeatPenaltyFlag,
     SamplingFlags,
     SeedFlag,
     StopFlag,
@@ -113,6 +118,7 @@ def serve(
         Path | None,
         typer.Option(help="Append each request to this trace, for `spolia sim`. It holds no text, nor token ids."),
     ] = None,
+    processor: ProcessorFlag = None,
     check: CheckFlag = None,
 ) -> None:
     """Serve MODEL to OpenAI's clients. Ctrl-C finishes what runs, and twice aborts it."""
@@ -125,6 +131,7 @@ def serve(
         num_threads=threads,
         max_context=max_context,
         stream_interval_ms=stream_interval,
+        processors=processor,
         check=check,
     )
     run(model, name=name, engine=engine, host=host, port=port, max_waiting=max_waiting, record=record)
@@ -143,6 +150,10 @@ def generate(
     min_p: MinPFlag = None,
     seed: SeedFlag = None,
     stop: StopFlag = None,
+    repeat_penalty: RepeatPenaltyFlag = None,
+    presence_penalty: PresencePenaltyFlag = None,
+    frequency_penalty: FrequencyPenaltyFlag = None,
+    param: ParamFlag = None,
     kv_dtype: KvDtypeFlag = None,
     kv_memory: KvMemoryFlag = None,
     threads: ThreadsFlag = None,
@@ -153,7 +164,17 @@ def generate(
     from spolia.cli.generate import run
 
     sampling = SamplingFlags(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        repetition_penalty=repeat_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        more=param,
     )
     engine = EngineFlags(
         kv_dtype=kv_dtype, kv_memory=kv_memory, num_threads=threads, max_context=max_context, check=check
@@ -172,6 +193,10 @@ def chat(
     min_p: MinPFlag = None,
     seed: SeedFlag = None,
     stop: StopFlag = None,
+    repeat_penalty: RepeatPenaltyFlag = None,
+    presence_penalty: PresencePenaltyFlag = None,
+    frequency_penalty: FrequencyPenaltyFlag = None,
+    param: ParamFlag = None,
     kv_dtype: KvDtypeFlag = None,
     kv_memory: KvMemoryFlag = None,
     threads: ThreadsFlag = None,
@@ -182,7 +207,17 @@ def chat(
     from spolia.cli.chat import run
 
     sampling = SamplingFlags(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        repetition_penalty=repeat_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        more=param,
     )
     engine = EngineFlags(
         kv_dtype=kv_dtype, kv_memory=kv_memory, num_threads=threads, max_context=max_context, check=check

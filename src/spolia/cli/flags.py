@@ -5,6 +5,7 @@ A flag left out is None, so every default has one home: the settings' class, or 
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,12 +20,17 @@ __all__ = [
     "GENERATE_DEFAULTS",
     "CheckFlag",
     "EngineFlags",
+    "FrequencyPenaltyFlag",
     "KvDtypeFlag",
     "KvMemoryFlag",
     "KvPolicyFlag",
     "MaxContextFlag",
     "MaxTokensFlag",
     "MinPFlag",
+    "ParamFlag",
+    "PresencePenaltyFlag",
+    "ProcessorFlag",
+    "RepeatPenaltyFlag",
     "SamplingFlags",
     "SeedFlag",
     "StopFlag",
@@ -117,6 +123,32 @@ MinPFlag = Annotated[
 SeedFlag = Annotated[
     int | None, typer.Option("--seed", help="The same seed gives the same answer. Default: a new one each time.")
 ]
+RepeatPenaltyFlag = Annotated[
+    float | None,
+    typer.Option("--repeat-penalty", help="Above 1, what was said becomes less likely. Default: 1, off."),
+]
+PresencePenaltyFlag = Annotated[
+    float | None, typer.Option("--presence-penalty", help="Taken off the logit of what the answer has. Default: 0.")
+]
+FrequencyPenaltyFlag = Annotated[
+    float | None, typer.Option("--frequency-penalty", help="Taken off for each time that it has it. Default: 0.")
+]
+ParamFlag = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--param",
+        metavar="NAME=VALUE",
+        help="Any other field of SamplingParams, such as typical_p=0.9 or bad_words='[\"foo\"]'; may be repeated.",
+    ),
+]
+ProcessorFlag = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--processor",
+        metavar="NAME=MODULE:CLASS",
+        help="A logits processor of your own, which requests may name; may be repeated.",
+    ),
+]
 StopFlag = Annotated[
     list[str] | None, typer.Option("--stop", metavar="TEXT", help="End at this text; may be repeated.")
 ]
@@ -132,6 +164,7 @@ class EngineFlags:
     num_threads: int | None = None
     max_context: int | None = None
     stream_interval_ms: float | None = None
+    processors: list[str] | None = None
     check: bool | None = None
 
     def config(self) -> EngineConfig:
@@ -141,12 +174,15 @@ class EngineFlags:
         """
         from spolia.engine import EngineConfig
 
-        return EngineConfig(**_given(self))
+        given = _given(self)
+        if "processors" in given:
+            given["processors"] = tuple(given["processors"])
+        return EngineConfig(**given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFlags:
-    """Fields are those of `SamplingParams`."""
+    """Fields are those of `SamplingParams`, and `more`: others, as NAME=VALUE."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -155,6 +191,10 @@ class SamplingFlags:
     min_p: float | None = None
     seed: int | None = None
     stop: list[str] | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    more: list[str] | None = None
 
     def params(self, **defaults: Any) -> SamplingParams:
         """With this subcommand's `defaults` for what was not given.
@@ -165,8 +205,23 @@ class SamplingFlags:
         from spolia.engine import SamplingParams
 
         given = _given(self)
+        more = dict(_parameter(text) for text in given.pop("more", ()))
         given["stop"] = tuple(given.get("stop", ()))
-        return SamplingParams(**{**defaults, **given})
+        return SamplingParams(**{**defaults, **given, **more})
+
+
+def _parameter(text: str) -> tuple[str, Any]:
+    """ "top_h=0.4" as a name and a value: JSON, or else text."""
+    from spolia.engine import SamplingParams
+
+    name, equals, value = text.partition("=")
+    known = [field.name for field in fields(SamplingParams)]
+    if not equals or name not in known:
+        raise typer.BadParameter(f"{text!r} is not NAME=VALUE with one of these names: {', '.join(known)}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def _given(flags: EngineFlags | SamplingFlags) -> dict[str, Any]:

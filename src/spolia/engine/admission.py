@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spolia.engine.request import Request
 from spolia.errors import InvalidRequest
-from spolia.generation import SamplingParams
+from spolia.generation import SamplingParams, Vocabulary, build_pipeline
 from spolia.kvcache import Wish
 
 __all__ = ["Admission", "TextEncoder"]
 
 
 class TextEncoder(Protocol):
-    """The part of a tokenizer that prompts need."""
+    """The part of a tokenizer that prompts and constraints on text need."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,8 @@ class Admission:
         max_context: most tokens of prompt and answer.
         fitting_tokens: most tokens of prompt and answer for which the pools, when empty, have blocks.
         namespace: the namespace of a cache salt.
+        processors: makers of logits processors, by the names that requests may use.
+        vocabulary: what constraints on text are made from.
     """
 
     tokenizer: TextEncoder
@@ -42,6 +46,17 @@ class Admission:
     fitting_tokens: int
     namespace: Callable[[str], bytes]
     clock: Callable[[], float]
+    processors: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    vocabulary: Vocabulary = field(init=False)
+
+    def __post_init__(self) -> None:
+        vocabulary = Vocabulary(
+            self.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            encode=lambda text: self.tokenizer.encode(text, add_special=False),
+            token_bytes=self.tokenizer.token_bytes,
+        )
+        object.__setattr__(self, "vocabulary", vocabulary)
 
     def admit(
         self,
@@ -71,19 +86,16 @@ class Admission:
                 "with min_tokens, stop_token_ids may not be the whole vocabulary: nothing is left to generate",
                 param="stop_token_ids",
             )
-        for token_id in params.stop_token_ids:
-            if token_id >= self.vocab_size:
-                raise InvalidRequest(
-                    f"stop_token_ids holds {token_id}; token ids go up to {self.vocab_size - 1}", param="stop_token_ids"
-                )
+        max_tokens = self._max_tokens(len(token_ids), params)
         return Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=token_ids,
             params=params,
-            max_tokens=self._max_tokens(len(token_ids), params),
+            max_tokens=max_tokens,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             namespace=self.namespace(cache_salt),
             final_ids=final_ids,
+            pipeline=build_pipeline(params, self.vocabulary, max_tokens=max_tokens, known=self.processors),
             arrival_s=self.clock(),
             wishes=tuple(wishes),
         )

@@ -13,6 +13,7 @@ from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer
 from spolia.engine.memory import default_num_threads, split_blocks
 from spolia.errors import InvalidRequest
+from spolia.generation import import_processor
 from spolia.kernels import BLOCK_SIZE, allocate_pool, get_backend
 from spolia.kvcache import GroupSpec, KVCache, make_policy, namespace_key
 from spolia.models import Model, Tokenizer, load
@@ -109,6 +110,9 @@ def build_engine(
         fitting_tokens=fitting_tokens,
         namespace=lambda salt: namespace_key(**owner, salt=salt),
         clock=clock,
+        processors={
+            name: import_processor(path) for name, _, path in (entry.partition("=") for entry in config.processors)
+        },
     )
     resolved = replace(
         config,

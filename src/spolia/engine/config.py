@@ -32,6 +32,7 @@ class EngineConfig:
             token and its end, which come at once. 0: every token on its own.
         backend: a key of `kernels.BACKENDS`: "cpu", or "reference" (slow, exact numpy).
         cache_salt: engine-wide secret mixed into every namespace, so that nobody outside can guess keys.
+        processors: makers of logits processors that requests may use by name, as "NAME=module:Class".
         check: verify every invariant of the cache after each step. Slow.
     """
 
@@ -45,6 +46,7 @@ class EngineConfig:
     stream_interval_ms: float = 16.0
     backend: str = "cpu"
     cache_salt: str = ""
+    processors: tuple[str, ...] = ()
     check: bool = False
 
     def __post_init__(self) -> None:
@@ -56,6 +58,13 @@ class EngineConfig:
             raise InvalidRequest(
                 f"backend is {self.backend!r}; it must be one of {', '.join(BACKENDS)}", param="backend"
             )
+        for entry in self.processors:
+            name, equals, path = entry.partition("=") if isinstance(entry, str) else ("", "", "")
+            if not (equals and name.isidentifier() and ":" in path):
+                raise InvalidRequest(
+                    f"processors holds {entry!r}; write NAME=module:Class, such as quiet=my_package.processors:Quiet",
+                    param="processors",
+                )
         for name in ("kv_memory", "num_threads", "max_context", "max_batch_tokens", "max_sequences"):
             value = getattr(self, name)
             if value is None:

@@ -12,7 +12,7 @@ from spolia.engine.outputs import Counters, Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request, Sequence
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
-from spolia.errors import ModelError, SpoliaError
+from spolia.errors import InvalidRequest, ModelError, SpoliaError
 from spolia.generation import Sampler, Samples, TextStream
 from spolia.kernels import BLOCK_SIZE, Executable
 from spolia.kvcache import KVCache
@@ -219,10 +219,18 @@ class EngineCore:
         request_id = sequence.request.request_id
         del self._by_id[request_id]
         self._num_finished["error"] += 1
-        error = ModelError(
-            f"after {sequence.num_tokens} tokens the model's logits are not finite numbers: the model file is broken, "
-            "or its values leave the KV type's range; try kv_dtype f32"
-        )
+        pipeline = sequence.request.pipeline
+        error: SpoliaError
+        if pipeline is not None and pipeline.has_left_nothing:
+            error = InvalidRequest(
+                f"after {sequence.num_generated_tokens} tokens of the answer, what this request forbids leaves no "
+                "token to go on with; loosen its constraints (allowed_token_ids, bad_words, min_tokens, ...)"
+            )
+        else:
+            error = ModelError(
+                f"after {sequence.num_tokens} tokens the model's logits are not finite numbers: the model file is "
+                "broken, or its values leave the KV type's range; try kv_dtype f32"
+            )
         self._deltas.append((request_id, error))
 
     def _count(self, plan: StepPlan, num_sampled: int, duration_s: float) -> None:

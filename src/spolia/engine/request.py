@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from spolia.engine.outputs import FinishReason, RequestOutput, Timings
 from spolia.errors import Bug
-from spolia.generation import RowSampling, SamplingParams, TextStream, TokenLogprobs
+from spolia.generation import Pipeline, RowSampling, SamplingParams, TextStream, TokenLogprobs
 from spolia.kvcache import Explanation, Lease, Outcome, TokenRange, Wish, attribute
 
 __all__ = ["Request", "Sequence"]
@@ -42,6 +42,7 @@ class Request:
         final_ids: generating one of these ends the answer.
         arrival_s: when it was submitted, by the engine's clock.
         wishes: how long its KV is worth keeping, by token range.
+        pipeline: its logits processors, whose state is this one request's; None if it has none.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Request:
     final_ids: frozenset[int]
     arrival_s: float
     wishes: tuple[Wish, ...] = ()
+    pipeline: Pipeline | None = None
 
 
 def ends_in_tool_call(text: str) -> bool:
@@ -122,6 +124,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self._banned_ids = np.fromiter(sorted(request.final_ids), np.int32) if request.params.min_tokens else _NO_IDS
+        if request.pipeline is not None:
+            request.pipeline.follow(self.token_ids, self.num_prompt_tokens, seed=request.seed)
 
     @property
     def held_lease(self) -> Lease:
@@ -178,7 +182,10 @@ class Sequence:
         banned = self._banned_ids
         if len(banned) and self.num_generated_tokens >= request.params.min_tokens:
             banned = self._banned_ids = _NO_IDS
-        return RowSampling(request.params, request.seed, self.num_tokens, banned)
+        pipeline = request.pipeline
+        if pipeline is None:
+            return RowSampling(request.params, request.seed, self.num_tokens, banned)
+        return RowSampling(pipeline.draw_params, request.seed, self.num_tokens, banned, pipeline)
 
     def append(self, token_id: int) -> str:
         """Take a sampled token; returns the text that it completed, and sets `finish_reason` if it ends the answer."""

@@ -1,4 +1,4 @@
-"""What happens to logits: parameters, sampling, stop conditions, and tokens back to text.
+"""What happens to logits: parameters, processors, sampling, stop conditions, and tokens back to text.
 
 Everything here works on one row or one stream and depends on nothing else: a row's token is a function of its logits,
 its parameters, its seed and its position, to the bit, whoever its neighbours in the batch are. Numpy only.
@@ -6,13 +6,23 @@ its parameters, its seed and its position, to the bit, whoever its neighbours in
 
 from __future__ import annotations
 
-from spolia.generation.params import MAX_LOGPROBS, SamplingParams
+from spolia.generation.history import History
+from spolia.generation.params import FILTER_NAMES, MAX_LOGPROBS, SamplingParams
+from spolia.generation.pipeline import FILTERS, PROCESSORS, Pipeline, build_pipeline
+from spolia.generation.processors import Processor, Watermark, WatermarkDetector, import_processor
 from spolia.generation.sampler import RowSampling, Sampler, Samples, TokenLogprobs
 from spolia.generation.text import TextStream, TextUpdate
 from spolia.generation.uniform import uniform
+from spolia.generation.vocabulary import Vocabulary
 
 __all__ = [
+    "FILTERS",
+    "FILTER_NAMES",
     "MAX_LOGPROBS",
+    "PROCESSORS",
+    "History",
+    "Pipeline",
+    "Processor",
     "RowSampling",
     "Sampler",
     "Samples",
@@ -20,5 +30,10 @@ __all__ = [
     "TextStream",
     "TextUpdate",
     "TokenLogprobs",
+    "Vocabulary",
+    "Watermark",
+    "WatermarkDetector",
+    "build_pipeline",
+    "import_processor",
     "uniform",
 ]

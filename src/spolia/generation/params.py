@@ -3,28 +3,83 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from spolia.errors import InvalidRequest
+from spolia.generation.checks import (
+    MAX_INT,
+    as_tuple,
+    bias_pairs,
+    check_bool,
+    check_integer,
+    check_number,
+    strings,
+    token_ids,
+)
 
-__all__ = ["MAX_LOGPROBS", "SamplingParams"]
+__all__ = ["FILTER_NAMES", "MAX_LOGPROBS", "SamplingParams"]
 
 MAX_LOGPROBS = 20
 """Most alternatives that `logprobs` reports, as in OpenAI's API."""
 
-T = TypeVar("T")
-_MAX_INT = 2**31 - 1
+FILTER_NAMES = (
+    *("temperature", "top_n_sigma", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("xtc", "mirostat"),
+)
+"""Filters in the order in which they apply; `filter_order` changes it."""
+
 _MIN_TEMPERATURE = 1e-5  # below it, dividing float32 logits would overflow, and the best token has all the weight
+_MAX_BIAS = 1e4
+_MAX_LIST = 4_096  # entries of a list of sequences: each is compared at each step
+
+# (lowest, highest) of the fields that are plain numbers.
+_INTEGERS = {
+    "min_tokens": (0, MAX_INT),
+    "min_length": (0, MAX_INT),
+    "top_k": (-1, MAX_INT),
+    "repeat_last_n": (-1, MAX_INT),
+    "no_repeat_ngram_size": (0, MAX_INT),
+    "encoder_no_repeat_ngram_size": (0, MAX_INT),
+    "dry_allowed_length": (0, MAX_INT),
+    "dry_penalty_last_n": (-1, MAX_INT),
+}
+_NUMBERS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "typical_p": (0.0, 1.0),
+    "epsilon_cutoff": (0.0, 1.0),
+    "eta_cutoff": (0.0, 1.0),
+    "top_h": (0.0, 1.0),
+    "top_n_sigma": (-1.0, 1e6),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 1.0),
+    "dynatemp_range": (0.0, 100.0),
+    "dynatemp_exponent": (0.0, 100.0),
+    "mirostat_eta": (0.0, 100.0),
+    "dry_multiplier": (0.0, 1e4),
+}
+_POSITIVE = {
+    "repetition_penalty": 100.0,
+    "encoder_repetition_penalty": 100.0,
+    "mirostat_tau": 100.0,
+    "dry_base": 100.0,
+}
+_OPTIONAL_IDS = ("forced_bos_token_id", "forced_eos_token_id")
+_BOOLS = ("ignore_eos", "include_stop_str_in_output", "remove_invalid_values", "renormalize_logits")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SamplingParams:
     """How to turn logits into tokens, and when to stop.
 
-    Filters apply in this order: temperature, `top_k`, `top_p`, `min_p`. One seed, prompt and set of parameters gives
-    one answer, in any batch.
+    What applies, applies in this order: guidance and biases, penalties, bans, own processors, and then, unless the
+    temperature is 0, the filters: temperature, `top_n_sigma`, `top_h`, `top_k`, `top_p`, `min_p`, `typical_p`,
+    `epsilon_cutoff`, `eta_cutoff`, XTC. One seed, prompt and set of parameters gives one answer, in any batch.
 
     Attributes:
         max_tokens: most tokens to generate; None: as many as the context has room for.
@@ -40,6 +95,50 @@ class SamplingParams:
         logprobs: report each token's log-probability and this many most likely alternatives (0 to 20). They are those
             of the model's distribution, before temperature and filters. None: do not.
         include_stop_str_in_output: keep the stop string, or the stop id's text, at the end of the text.
+
+        repetition_penalty: tokens of prompt and answer have their logits divided by it (multiplied if negative).
+        presence_penalty: subtracted from the logit of each token that the answer has.
+        frequency_penalty: subtracted for each time that the answer has the token.
+        repeat_last_n: these penalties look at the last n tokens, prompt included; -1: at all (the latter two: at all of
+            the answer); 0: at none.
+        encoder_repetition_penalty: above 1, tokens of the prompt become likelier.
+        no_repeat_ngram_size: no sequence of this many tokens occurs twice; 0: it may.
+        encoder_no_repeat_ngram_size: no sequence of this many tokens of the prompt occurs in the answer.
+        dry_multiplier: a token that would prolong a repetition of n tokens loses
+            `dry_multiplier * dry_base ** (n - dry_allowed_length)`; 0: it does not.
+        dry_penalty_last_n: DRY looks at the last n tokens; -1: at all; 0: at none.
+        dry_sequence_breakers: texts that a repetition does not reach across.
+
+        logit_bias: token id to what is added to its logit, -inf included; a mapping, or pairs of id and bias.
+        sequence_bias: (ids, bias): what is added to the token that would complete these ids.
+        bad_words: texts that do not come about, with a space before them or without.
+        bad_words_ids: the same, as token ids.
+        allowed_token_ids: only these are drawn.
+        suppress_tokens: these are not.
+        begin_suppress_tokens: these do not begin the answer.
+        prefix_allowed_tokens_fn: of 0 and the ids so far (an int32 array); returns the ids that may follow.
+        min_length: no end-of-text token before prompt and answer have this many tokens.
+        forced_bos_token_id: the answer's first token.
+        forced_eos_token_id: the token, or one of those, that ends an answer which reaches `max_tokens`.
+        exponential_decay_length_penalty: (n, factor): after n tokens the logit of ending grows by powers of `factor`.
+
+        typical_p: only the tokens whose surprise is closest to the expected, up to this probability; 0 or 1: all.
+        epsilon_cutoff: only tokens of this probability; 0: all.
+        eta_cutoff: the same, less strictly where the model is unsure.
+        top_h: only the likeliest tokens with this share of the entropy; 0: all.
+        top_n_sigma: only tokens whose logit is within so many standard deviations of the best; 0 or -1: all.
+        xtc_probability: how often, of all tokens of at least `xtc_threshold`, only the least likely stays.
+        dynatemp_range: the temperature goes this far up and down with the model's entropy, to the power of
+            `dynatemp_exponent`.
+        mirostat: 2 holds the surprise at `mirostat_tau` bits a token, learning at the rate `mirostat_eta`, in place of
+            all other filters but the temperature; 0: does not.
+        filter_order: names of filters in another order; those that are not named stay where they are.
+        watermark: settings of a `Watermark`: ratio, bias, key, context_width; {} for the usual ones.
+        remove_invalid_values: logits that are no numbers do not fail the request.
+        renormalize_logits: make what is left log-probabilities; of use to processors of one's own that follow.
+        logits_processors: one's own: a `Processor`, a class or function that makes one, its import path
+            "module:Name", the name that the engine knows it by, `{"name": ..., "args": {...}}`, or a `LogitsProcessor`
+            of transformers.
 
     Raises:
         InvalidRequest: naming the parameter, the value and what is allowed.
@@ -58,66 +157,163 @@ class SamplingParams:
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
 
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repeat_last_n: int = -1
+    encoder_repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    encoder_no_repeat_ngram_size: int = 0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    prefix_allowed_tokens_fn: Callable[..., Sequence[int]] | None = None
+    min_length: int = 0
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | tuple[int, ...] | None = None
+    exponential_decay_length_penalty: tuple[int, float] | None = None
+
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    top_h: float = 0.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    filter_order: tuple[str, ...] = ()
+    watermark: Mapping[str, Any] | None = None
+    remove_invalid_values: bool = False
+    renormalize_logits: bool = False
+    logits_processors: tuple[Any, ...] = ()
+
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1, _MAX_INT)
-        _check_integer("min_tokens", self.min_tokens, 0, _MAX_INT)
+            check_integer("max_tokens", self.max_tokens, 1, MAX_INT)
+        for name, (lowest, highest) in _INTEGERS.items():
+            check_integer(name, getattr(self, name), lowest, highest)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); it may be equal at most",
                 param="min_tokens",
             )
-        _check_number("temperature", self.temperature, 0.0, 100.0)
-        _check_integer("top_k", self.top_k, -1, _MAX_INT)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
+        for name, (low, high) in _NUMBERS.items():
+            check_number(name, getattr(self, name), low, high)
+        for name, high in _POSITIVE.items():
+            check_number(name, getattr(self, name), 0.0, high, above=True)
         if self.seed is not None:
-            _check_integer("seed", self.seed, -(2**63), 2**64 - 1)
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+            check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(f"{name} is {getattr(self, name)!r}; it must be true or false", param=name)
+            check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in _BOOLS:
+            check_bool(name, getattr(self, name))
+        if self.mirostat not in (0, 2) or isinstance(self.mirostat, bool):
+            raise InvalidRequest(f"mirostat is {self.mirostat!r}; it must be 0 (off) or 2", param="mirostat")
+        self._set("stop", strings("stop", self.stop, "a stop string"))
+        self._set("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
+        self._check_bans()
+        self._check_lists()
+
+    def __repr__(self) -> str:
+        """Only what differs from the defaults: there are many parameters."""
+        given = [f"{f.name}={value!r}" for f in fields(self) if (value := getattr(self, f.name)) != f.default]
+        return f"SamplingParams({', '.join(given)})"
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_bans(self) -> None:
+        self._set("bad_words", strings("bad_words", self.bad_words, "a bad word"))
+        self._set("suppress_tokens", token_ids("suppress_tokens", self.suppress_tokens))
+        self._set("begin_suppress_tokens", token_ids("begin_suppress_tokens", self.begin_suppress_tokens))
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", token_ids("allowed_token_ids", self.allowed_token_ids, required=True))
+        self._set("logit_bias", bias_pairs("logit_bias", self.logit_bias, _MAX_BIAS))
+        sequences = as_tuple("bad_words_ids", self.bad_words_ids)
+        self._set("bad_words_ids", tuple(token_ids("bad_words_ids", ids, required=True) for ids in sequences))
+        pairs = self.sequence_bias.items() if isinstance(self.sequence_bias, Mapping) else self.sequence_bias
+        self._set("sequence_bias", tuple(_sequence_bias(pair) for pair in as_tuple("sequence_bias", pairs)))
+        for name in ("sequence_bias", "bad_words", "bad_words_ids"):
+            if len(getattr(self, name)) > _MAX_LIST:
+                raise InvalidRequest(
+                    f"{name} has {len(getattr(self, name))} entries; allowed are {_MAX_LIST}", param=name
+                )
+        if self.prefix_allowed_tokens_fn is not None and not callable(self.prefix_allowed_tokens_fn):
+            raise InvalidRequest(
+                f"prefix_allowed_tokens_fn is {self.prefix_allowed_tokens_fn!r}; it must be a function",
+                param="prefix_allowed_tokens_fn",
+            )
+
+    def _check_lists(self) -> None:
+        breakers = strings("dry_sequence_breakers", self.dry_sequence_breakers, "a breaker")
+        self._set("dry_sequence_breakers", breakers)
+        if self.forced_bos_token_id is not None:
+            check_integer("forced_bos_token_id", self.forced_bos_token_id, 0, MAX_INT)
+        if self.forced_eos_token_id is not None:
+            one_or_many = self.forced_eos_token_id
+            ids = (one_or_many,) if isinstance(one_or_many, int | float | str) else one_or_many
+            self._set("forced_eos_token_id", token_ids("forced_eos_token_id", ids, required=True))
+        if self.exponential_decay_length_penalty is not None:
+            name = "exponential_decay_length_penalty"
+            pair = as_tuple(name, self.exponential_decay_length_penalty)
+            if len(pair) != 2:
+                raise InvalidRequest(f"{name} is {pair!r}; it must be (number of tokens, factor)", param=name)
+            check_integer(name, pair[0], 0, MAX_INT)
+            check_number(name, pair[1], 1.0, 100.0)
+            self._set(name, pair)
+        self._set("filter_order", strings("filter_order", self.filter_order, "a filter's name"))
+        for filter_name in self.filter_order:
+            if filter_name not in FILTER_NAMES or self.filter_order.count(filter_name) > 1:
+                raise InvalidRequest(
+                    f"filter_order holds {filter_name!r}; it may name each of {', '.join(FILTER_NAMES)} once",
+                    param="filter_order",
+                )
+        if self.watermark is not None:
+            self._set("watermark", _watermark(self.watermark))
+        self._set("logits_processors", as_tuple("logits_processors", self.logits_processors))
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, so that neither filters nor the seed matter."""
-        return self.temperature < _MIN_TEMPERATURE or self.top_k == 1
+        return (self.temperature < _MIN_TEMPERATURE and not self.dynatemp_range) or self.top_k == 1
 
 
-def _check_integer(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} is {value!r}; it must be an integer from {low} to {high}", param=name)
-    if not low <= value <= high:
-        raise InvalidRequest(f"{name} is {value}; it must be from {low} to {high}", param=name)
+def _sequence_bias(pair: Any) -> tuple[tuple[int, ...], float]:
+    entry = as_tuple("sequence_bias", pair)
+    if len(entry) != 2:
+        raise InvalidRequest(f"sequence_bias holds {pair!r}; it must be (token ids, bias)", param="sequence_bias")
+    ids, bias = entry
+    if bias != -math.inf:
+        check_number("sequence_bias", bias, -_MAX_BIAS, _MAX_BIAS)
+    return token_ids("sequence_bias", ids, required=True), float(bias)
 
 
-def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}", param=name)
-    if not low <= value <= high:
-        raise InvalidRequest(f"{name} is {value}; it must be from {low:g} to {high:g}", param=name)
-
-
-def _stop_strings(value: str | Sequence[str]) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else _as_tuple("stop", value)
-    for string in strings:
-        if not isinstance(string, str) or not string:
-            raise InvalidRequest(f"stop holds {string!r}; a stop string is text, and not empty", param="stop")
-    return strings
-
-
-def _stop_ids(value: Sequence[int]) -> tuple[int, ...]:
-    ids = _as_tuple("stop_token_ids", value)
-    for token_id in ids:
-        _check_integer("stop_token_ids", token_id, 0, _MAX_INT)
-    return ids
-
-
-def _as_tuple(name: str, value: Sequence[T]) -> tuple[T, ...]:
-    try:
-        return tuple(value)
-    except TypeError:
-        raise InvalidRequest(f"{name} is {value!r}; it must be a list", param=name) from None
+def _watermark(settings: Any) -> dict[str, Any]:
+    known = ("bias", "context_width", "key", "ratio")
+    if not isinstance(settings, Mapping) or not set(settings) <= set(known):
+        raise InvalidRequest(
+            f"watermark is {settings!r}; it must be a mapping with any of {', '.join(known)}", param="watermark"
+        )
+    if "ratio" in settings:
+        check_number("watermark", settings["ratio"], 0.001, 0.999)
+    if "bias" in settings:
+        check_number("watermark", settings["bias"], -100.0, 100.0)
+    if "key" in settings:
+        check_integer("watermark", settings["key"], 0, 2**64 - 1)
+    if "context_width" in settings:
+        check_integer("watermark", settings["context_width"], 1, 64)
+    return dict(settings)

@@ -1,6 +1,8 @@
 """Logits to tokens, row by row, each independent of all others.
 
-    log-probabilities, if asked for -> banned ids -> temperature -> top-k -> top-p -> min-p -> one draw with `uniform`
+    log-probabilities, if asked for -> banned ids -> processors -> filters -> one draw with `uniform`
+
+The filters that most requests use (temperature -> top-k -> top-p -> min-p) are built in; the others are processors.
 
 Greedy rows of a batch are one argmax over the whole array, which is row-independent too: comparing has no rounding.
 Filters need the largest few of some 100,000 values. They are found without sorting: the k-th largest of the maxima of
@@ -17,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.generation.params import SamplingParams
+from spolia.generation.pipeline import Pipeline
 from spolia.generation.uniform import uniform
 
 __all__ = ["RowSampling", "Sampler", "Samples", "TokenLogprobs"]
@@ -31,12 +34,14 @@ class RowSampling(NamedTuple):
     Attributes:
         position: absolute position of the token to draw, the prompt counted.
         banned_ids: int32, ids that must not be drawn; mostly empty.
+        pipeline: processors to run before the draw; mostly none.
     """
 
     params: SamplingParams
     seed: int
     position: int
     banned_ids: NDArray[np.int32]
+    pipeline: Pipeline | None = None
 
 
 class TokenLogprobs(NamedTuple):
@@ -54,7 +59,7 @@ class TokenLogprobs(NamedTuple):
 class Samples(NamedTuple):
     """One entry a row; `logprobs` is None where the row did not ask.
 
-    A token id is None where the row's best logit is not a finite number: no token would be right.
+    A token id is None where the row's best logit is not a finite number: no token would be right, or all are forbidden.
     """
 
     token_ids: list[int | None]
@@ -77,7 +82,7 @@ class Sampler:
         """Draw one token a row.
 
         Args:
-            logits: float32 `[len(rows), vocab_size]`; overwritten where a row has banned ids.
+            logits: float32 `[len(rows), vocab_size]`; overwritten where a row has banned ids or processors.
             rows: in the order of `logits`.
         """
         before = {
@@ -85,9 +90,12 @@ class Sampler:
             for index, row in enumerate(rows)
             if row.params.logprobs is not None and np.isfinite(logits[index].max())
         }
+        raw = {index: logits[index].copy() for index in before if rows[index].pipeline is not None}
         for index, row in enumerate(rows):
             if len(row.banned_ids):
                 logits[index, row.banned_ids] = -np.inf
+            if row.pipeline is not None:
+                row.pipeline.process(logits[index : index + 1], row.position)
         best = logits.argmax(axis=1)
         is_finite = np.isfinite(logits[np.arange(len(rows)), best])
         token_ids: list[int | None] = [None] * len(rows)
@@ -98,7 +106,9 @@ class Sampler:
         for index, (log_normaliser, top) in before.items():
             token_id = token_ids[index]
             if token_id is not None:
-                logprobs[index] = TokenLogprobs(token_id, float(logits[index, token_id]) - log_normaliser, top)
+                logprobs[index] = TokenLogprobs(
+                    token_id, float(raw.get(index, logits[index])[token_id]) - log_normaliser, top
+                )
         return Samples(token_ids, logprobs)
 
     def _distribution(self, logits: NDArray[np.float32], num_top: int) -> tuple[float, tuple[tuple[int, float], ...]]:

@@ -14,6 +14,7 @@ import msgspec
 
 from spolia.engine import DEFAULT_PRIORITY, SamplingParams, Wish
 from spolia.errors import InvalidRequest
+from spolia.server.sampling import SamplingFields
 from spolia.server.tools import check_tool_calls, check_tools
 
 __all__ = [
@@ -31,11 +32,8 @@ __all__ = [
 
 # Values under which a field that is not supported changes nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
@@ -43,11 +41,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "suffix": ("",),
@@ -73,22 +68,12 @@ class Retention(msgspec.Struct, kw_only=True):
     ttl: float | None = None
 
 
-class SamplingRequest(msgspec.Struct, kw_only=True):
+class SamplingRequest(SamplingFields, kw_only=True):
     """What both generating endpoints understand. None means the default, so that an explicit null is one too."""
 
     model: str | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -99,11 +84,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     retention: list[Retention] | None = None
 
     # Refused unless neutral; see `_NEUTRAL`.
-    allowed_token_ids: Any = None
     audio: Any = None
-    bad_words: Any = None
     best_of: Any = None
-    frequency_penalty: Any = None
     function_call: Any = None
     functions: Any = None
     guided_choice: Any = None
@@ -111,11 +93,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     guided_json: Any = None
     guided_regex: Any = None
     length_penalty: Any = None
-    logit_bias: Any = None
     modalities: Any = None
-    presence_penalty: Any = None
     prompt_logprobs: Any = None
-    repetition_penalty: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     suffix: Any = None
@@ -152,21 +131,14 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def _sampling_params(self, choice: int, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        given: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "min_tokens": self.min_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "seed": None if self.seed is None else self._seed_of(self.seed, choice),
-            "stop": (self.stop,) if isinstance(self.stop, str) else None if self.stop is None else tuple(self.stop),
-            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
-            "include_stop_str_in_output": self.include_stop_str_in_output,
-            "ignore_eos": self.ignore_eos,
-            "logprobs": logprobs,
-        }
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        given = self.given()
+        if self.seed is not None:
+            given["seed"] = self._seed_of(self.seed, choice)
+        if max_tokens is not None:
+            given["max_tokens"] = max_tokens
+        if logprobs is not None:
+            given["logprobs"] = logprobs
+        return SamplingParams(**given)
 
     @staticmethod
     def _seed_of(seed: int, choice: int) -> int:

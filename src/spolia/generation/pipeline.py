@@ -1,0 +1,296 @@
+"""A request's processors, in order.
+
+    guidance and biases -> penalties -> bans -> lengths -> own -> temperature -> filters -> draw
+
+The tables below are the order, and the names. A factory returns None where the request does not ask for it, so that a
+request without processors has no pipeline, and costs what it did before there were any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spolia.errors import Bug, InvalidRequest
+from spolia.generation.history import History
+from spolia.generation.params import FILTER_NAMES, SamplingParams
+from spolia.generation.processors import biases, filters, length, penalties
+from spolia.generation.processors.base import Logits, Processor
+from spolia.generation.processors.own import own_processor
+from spolia.generation.processors.watermark import Watermark
+from spolia.generation.vocabulary import Vocabulary
+
+__all__ = ["FILTERS", "PROCESSORS", "Pipeline", "build_pipeline"]
+
+
+class Asked(NamedTuple):
+    """What a processor is made from."""
+
+    params: SamplingParams
+    vocabulary: Vocabulary
+    max_tokens: int
+
+
+Factory = Callable[[Asked], Processor | None]
+
+
+def _sequence_bias(asked: Asked) -> Processor | None:
+    return biases.SequenceBias(asked.params.sequence_bias) if asked.params.sequence_bias else None
+
+
+def _logit_bias(asked: Asked) -> Processor | None:
+    return biases.LogitBias(asked.params.logit_bias) if asked.params.logit_bias else None
+
+
+def _last_n(params: SamplingParams) -> int | None:
+    return None if params.repeat_last_n < 0 else params.repeat_last_n
+
+
+def _encoder_repetition_penalty(asked: Asked) -> Processor | None:
+    penalty = asked.params.encoder_repetition_penalty
+    return penalties.PromptRepetitionPenalty(penalty) if penalty != 1 else None
+
+
+def _repetition_penalty(asked: Asked) -> Processor | None:
+    params = asked.params
+    if params.repetition_penalty == 1 or params.repeat_last_n == 0:
+        return None
+    return penalties.RepetitionPenalty(params.repetition_penalty, _last_n(params))
+
+
+def _presence_frequency(asked: Asked) -> Processor | None:
+    params = asked.params
+    if not (params.presence_penalty or params.frequency_penalty) or params.repeat_last_n == 0:
+        return None
+    return penalties.PresenceFrequencyPenalty(params.presence_penalty, params.frequency_penalty, _last_n(params))
+
+
+def _no_repeat_ngram(asked: Asked) -> Processor | None:
+    size = asked.params.no_repeat_ngram_size
+    return penalties.NoRepeatNgram(size) if size else None
+
+
+def _encoder_no_repeat_ngram(asked: Asked) -> Processor | None:
+    size = asked.params.encoder_no_repeat_ngram_size
+    return penalties.PromptNoRepeatNgram(size) if size else None
+
+
+def _dry(asked: Asked) -> Processor | None:
+    params = asked.params
+    if not params.dry_multiplier or not params.dry_penalty_last_n:
+        return None
+    vocabulary = asked.vocabulary
+    ids = [vocabulary.ids_containing(text) for text in params.dry_sequence_breakers]
+    longer = [tuple(vocabulary.encode(text)) for text in params.dry_sequence_breakers]
+    return penalties.Dry(
+        params.dry_multiplier,
+        params.dry_base,
+        params.dry_allowed_length,
+        None if params.dry_penalty_last_n < 0 else params.dry_penalty_last_n,
+        np.concatenate([np.empty(0, np.int32), *ids]),
+        [sequence for sequence in longer if len(sequence) > 1],
+    )
+
+
+def _bad_words(asked: Asked) -> Processor | None:
+    params, vocabulary = asked.params, asked.vocabulary
+    sequences = dict.fromkeys(params.bad_words_ids)
+    for word in params.bad_words:
+        for spelling in (word, word.lstrip(), " " + word.lstrip()):
+            if ids := tuple(vocabulary.encode(spelling)):
+                sequences[ids] = None
+    if not sequences:
+        return None
+    return biases.SequenceBias([(ids, -np.inf) for ids in sequences])
+
+
+def _allowed(asked: Asked) -> Processor | None:
+    ids = asked.params.allowed_token_ids
+    return None if ids is None else biases.Allowed(ids)
+
+
+def _suppress(asked: Asked) -> Processor | None:
+    return biases.Suppress(asked.params.suppress_tokens) if asked.params.suppress_tokens else None
+
+
+def _begin_suppress(asked: Asked) -> Processor | None:
+    ids = asked.params.begin_suppress_tokens
+    return biases.SuppressAtBegin(ids) if ids else None
+
+
+def _prefix_constrained(asked: Asked) -> Processor | None:
+    function = asked.params.prefix_allowed_tokens_fn
+    return None if function is None else biases.PrefixConstrained(function)
+
+
+def _min_length(asked: Asked) -> Processor | None:
+    num_tokens = asked.params.min_length
+    return length.MinLength(num_tokens, asked.vocabulary.eos_token_ids) if num_tokens else None
+
+
+def _forced_bos(asked: Asked) -> Processor | None:
+    token_id = asked.params.forced_bos_token_id
+    return None if token_id is None else length.ForcedFirst(token_id)
+
+
+def _forced_eos(asked: Asked) -> Processor | None:
+    ids = asked.params.forced_eos_token_id
+    return None if ids is None else length.ForcedLast((ids,) if isinstance(ids, int) else ids, asked.max_tokens)
+
+
+def _exponential_decay(asked: Asked) -> Processor | None:
+    pair = asked.params.exponential_decay_length_penalty
+    return None if pair is None else length.ExponentialDecay(*pair, asked.vocabulary.eos_token_ids)
+
+
+def _watermark(asked: Asked) -> Processor | None:
+    settings = asked.params.watermark
+    return None if settings is None else Watermark(**settings)
+
+
+def _remove_invalid(asked: Asked) -> Processor | None:
+    return filters.RemoveInvalid() if asked.params.remove_invalid_values else None
+
+
+PROCESSORS: dict[str, Factory] = {
+    "remove_invalid_values": _remove_invalid,
+    "sequence_bias": _sequence_bias,
+    "logit_bias": _logit_bias,
+    "encoder_repetition_penalty": _encoder_repetition_penalty,
+    "repetition_penalty": _repetition_penalty,
+    "presence_frequency_penalty": _presence_frequency,
+    "no_repeat_ngram_size": _no_repeat_ngram,
+    "encoder_no_repeat_ngram_size": _encoder_no_repeat_ngram,
+    "dry": _dry,
+    "bad_words": _bad_words,
+    "min_length": _min_length,
+    "prefix_allowed_tokens_fn": _prefix_constrained,
+    "allowed_token_ids": _allowed,
+    "exponential_decay_length_penalty": _exponential_decay,
+    "suppress_tokens": _suppress,
+    "begin_suppress_tokens": _begin_suppress,
+    "watermark": _watermark,
+    "forced_bos_token_id": _forced_bos,
+    "forced_eos_token_id": _forced_eos,
+}
+
+
+def _temperature(params: SamplingParams) -> Processor | None:
+    if params.dynatemp_range:
+        low = max(params.temperature - params.dynatemp_range, 0.0)
+        return filters.DynamicTemperature(low, params.temperature + params.dynatemp_range, params.dynatemp_exponent)
+    return filters.Temperature(params.temperature) if params.temperature != 1 else None
+
+
+FILTERS: dict[str, Callable[[SamplingParams], Processor | None]] = {
+    "temperature": _temperature,
+    "top_n_sigma": lambda p: filters.TopNSigma(p.top_n_sigma) if p.top_n_sigma > 0 else None,
+    "top_h": lambda p: filters.TopH(p.top_h) if p.top_h else None,
+    "top_k": lambda p: filters.TopK(p.top_k) if p.top_k > 0 else None,
+    "top_p": lambda p: filters.TopP(p.top_p) if p.top_p < 1 else None,
+    "min_p": lambda p: filters.MinP(p.min_p) if p.min_p else None,
+    "typical_p": lambda p: filters.Typical(p.typical_p) if 0 < p.typical_p < 1 else None,
+    "epsilon_cutoff": lambda p: filters.Epsilon(p.epsilon_cutoff) if p.epsilon_cutoff else None,
+    "eta_cutoff": lambda p: filters.Eta(p.eta_cutoff) if p.eta_cutoff else None,
+    "xtc": lambda p: filters.Xtc(p.xtc_probability, p.xtc_threshold) if p.xtc_probability else None,
+    "mirostat": lambda p: filters.Mirostat(p.mirostat_tau, p.mirostat_eta) if p.mirostat else None,
+}
+_PLAIN_FILTERS = {"temperature", "top_k", "top_p", "min_p"}  # those that `Sampler` knows a faster way for
+
+
+class Pipeline:
+    """One sequence's processors, with their state.
+
+    Attributes:
+        draw_params: how to draw from what `process` leaves: the request's own, or, if the filters are part of the
+            pipeline, without any.
+        has_left_nothing: the last row had likely tokens, and the processors forbade all of them.
+    """
+
+    def __init__(self, processors: Sequence[Processor], draw_params: SamplingParams, vocab_size: int) -> None:
+        self._processors = processors
+        self._vocab_size = vocab_size
+        self.draw_params = draw_params
+        self.has_left_nothing = False
+        self._history: History | None = None
+
+    def follow(self, token_ids: NDArray[np.int32], num_prompt_tokens: int, *, seed: int) -> None:
+        """Say which sequence this is for: its buffer of ids, which grows in place."""
+        self._history = History(token_ids, num_prompt_tokens, vocab_size=self._vocab_size, seed=seed)
+
+    def process(self, logits: Logits, position: int) -> None:
+        """Change a row in place.
+
+        Args:
+            logits: `[1, vocab_size]`.
+            position: of the token to draw.
+        """
+        history = self._history
+        if history is None:
+            raise Bug("a pipeline was asked to process before it was told what to follow")
+        history.num_tokens = position
+        had_one = bool(np.isfinite(logits.max()))
+        rows = (history,)
+        for processor in self._processors:
+            processor.process(logits, rows)
+        self.has_left_nothing = had_one and not np.isfinite(logits.max())
+
+
+def build_pipeline(
+    params: SamplingParams,
+    vocabulary: Vocabulary,
+    *,
+    max_tokens: int,
+    known: Mapping[str, Callable[..., Any]] | None = None,
+) -> Pipeline | None:
+    """The processors that `params` ask for; None if there are none.
+
+    Args:
+        max_tokens: most tokens of the answer.
+        known: own processors by name.
+
+    Raises:
+        InvalidRequest: a token id that does not exist, or an own processor that cannot be made.
+    """
+    asked = Asked(params, vocabulary, max_tokens)
+    _check_ids(params, vocabulary.size)
+    processors = [made for factory in PROCESSORS.values() if (made := factory(asked)) is not None]
+    processors += [own_processor(entry, known or {}) for entry in params.logits_processors]
+    if params.renormalize_logits:
+        processors.append(filters.Renormalise())
+    draw_params = params
+    if not params.is_greedy and (named := _filters(params)):
+        processors += named
+        draw_params = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    return Pipeline(processors, draw_params, vocabulary.size) if processors else None
+
+
+def _filters(params: SamplingParams) -> list[Processor]:
+    """Filters in their order; none if those that are asked for are plain, and in their usual order."""
+    names = ("temperature", "mirostat") if params.mirostat else FILTER_NAMES
+    made = {name: it for name in names if (it := FILTERS[name](params)) is not None}
+    if made.keys() <= _PLAIN_FILTERS and not params.dynatemp_range and not params.filter_order:
+        return []
+    moved = iter([name for name in params.filter_order if name in made])
+    return [made[next(moved) if name in params.filter_order else name] for name in made]
+
+
+def _check_ids(params: SamplingParams, vocab_size: int) -> None:
+    named: dict[str, Sequence[int]] = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": [token_id for token_id, _ in params.logit_bias],
+        "sequence_bias": [token_id for ids, _ in params.sequence_bias for token_id in ids],
+        "bad_words_ids": [token_id for ids in params.bad_words_ids for token_id in ids],
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "suppress_tokens": params.suppress_tokens,
+        "begin_suppress_tokens": params.begin_suppress_tokens,
+        "forced_bos_token_id": () if params.forced_bos_token_id is None else (params.forced_bos_token_id,),
+        "forced_eos_token_id": params.forced_eos_token_id if isinstance(params.forced_eos_token_id, tuple) else (),
+    }
+    for name, ids in named.items():
+        if ids and (largest := max(ids)) >= vocab_size:
+            raise InvalidRequest(f"{name} holds {largest}; token ids go up to {vocab_size - 1}", param=name)

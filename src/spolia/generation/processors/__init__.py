@@ -1,0 +1,21 @@
+"""Logits processors: small classes over `[num_rows, vocab_size]` arrays; `pipeline` says which run, and in what order.
+
+A processor of one's own is a class with a method `process(logits, rows)`; see `Processor`.
+"""
+
+from __future__ import annotations
+
+from spolia.generation.processors.base import Filter, Logits, Processor
+from spolia.generation.processors.own import TransformersProcessor, import_processor
+from spolia.generation.processors.watermark import Watermark, WatermarkDetector, WatermarkResult
+
+__all__ = [
+    "Filter",
+    "Logits",
+    "Processor",
+    "TransformersProcessor",
+    "Watermark",
+    "WatermarkDetector",
+    "WatermarkResult",
+    "import_processor",
+]

@@ -1,0 +1,85 @@
+"""Processors that users bring: objects, classes, import paths, and those of transformers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from spolia.errors import InvalidRequest
+from spolia.generation.history import History
+from spolia.generation.processors.base import Logits, Processor
+
+__all__ = ["TransformersProcessor", "import_processor", "own_processor"]
+
+_PARAM = "logits_processors"
+
+
+class TransformersProcessor:
+    """A `LogitsProcessor` of transformers, as it is. Torch is imported at the first use."""
+
+    def __init__(self, processor: Callable[..., Any]) -> None:
+        self._processor = processor
+
+    def process(self, logits: Logits, rows: Sequence[History]) -> None:
+        import torch
+
+        for row, history in zip(logits, rows, strict=True):
+            ids = torch.from_numpy(history.ids.astype(np.int64))[None]
+            row[:] = self._processor(ids, torch.from_numpy(row.copy())[None])[0].numpy()
+
+
+def import_processor(path: str) -> Callable[..., Any]:
+    """What an import path "module:Name" names.
+
+    Raises:
+        InvalidRequest: there is no such thing.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return getattr(import_module(module), name)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidRequest(f"{_PARAM} names {path!r}, which cannot be imported: {error}", param=_PARAM) from None
+
+
+def own_processor(entry: Any, known: Mapping[str, Callable[..., Any]]) -> Processor:
+    """The processor that an entry of `logits_processors` stands for.
+
+    Args:
+        known: processors by the names that requests may use.
+
+    Raises:
+        InvalidRequest: it stands for none.
+    """
+    arguments: dict[str, Any] = {}
+    if isinstance(entry, Mapping):
+        if not isinstance(entry.get("name"), str) or not isinstance(entry.get("args", {}), Mapping):
+            raise InvalidRequest(f'{_PARAM} holds {entry!r}; write {{"name": ..., "args": {{...}}}}', param=_PARAM)
+        arguments = dict(entry.get("args", {}))
+        entry = entry["name"]
+    if isinstance(entry, str):
+        if ":" not in entry and entry not in known:
+            names = f"; known are {', '.join(known)}" if known else ": this engine knows none"
+            raise InvalidRequest(f"{_PARAM} names {entry!r}, which is not known{names}", param=_PARAM)
+        made = _make(import_processor(entry) if ":" in entry else known[entry], arguments)
+    elif inspect.isclass(entry) or inspect.isfunction(entry):
+        made = _make(entry, arguments)
+    else:
+        made = entry
+    if isinstance(made, Processor):
+        return made
+    if callable(made):
+        return TransformersProcessor(made)
+    raise InvalidRequest(f"{_PARAM} holds {made!r}, which is no processor: it has no method `process`", param=_PARAM)
+
+
+def _make(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    try:
+        return factory(**arguments)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"{_PARAM}: {factory!r} does not take {dict(arguments)!r}: {error}", param=_PARAM
+        ) from None

@@ -1,0 +1,99 @@
+"""A mark in the choice of words that a detector finds and a reader does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spolia.generation.history import History
+from spolia.generation.processors.base import Logits
+
+__all__ = ["Watermark", "WatermarkDetector", "WatermarkResult"]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+class Watermark:
+    """Favours, after each context, a share of the vocabulary that only the key's owner can tell.
+
+    Args:
+        ratio: share of the vocabulary that is green.
+        bias: added to green logits.
+        key: any integer; keep it secret.
+        context_width: how many tokens decide what is green.
+
+    Source: Kirchenbauer et al. 2023, A Watermark for Large Language Models. The green list is a hash, not a shuffle: a
+    token is green by itself, so a detector need not know the vocabulary.
+    """
+
+    def __init__(self, *, ratio: float = 0.25, bias: float = 2.0, key: int = 15485863, context_width: int = 1) -> None:
+        self.ratio = ratio
+        self.bias = np.float32(bias)
+        self.key = key
+        self.context_width = context_width
+        self._limit = np.uint64(min(int(ratio * 2**64), _MASK))
+
+    def process(self, logits: Logits, rows: Sequence[History]) -> None:
+        candidates = np.arange(logits.shape[1], dtype=np.uint64)
+        for row, history in zip(logits, rows, strict=True):
+            if history.num_tokens >= self.context_width:
+                row[self._is_green(history.ids[-self.context_width :], candidates)] += self.bias
+
+    def is_green(self, context: Sequence[int] | NDArray[np.int32], token_id: int) -> bool:
+        """Whether a token is favoured after a context, of which the last `context_width` count."""
+        return bool(self._is_green(np.asarray(context)[-self.context_width :], np.array([token_id], np.uint64))[0])
+
+    def _is_green(self, context: NDArray[np.int32], candidates: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        state = self.key & _MASK
+        for token_id in context.tolist():
+            state = int(_mix(np.array([(state + (token_id + 1) * _GOLDEN) & _MASK], np.uint64))[0])
+        return _mix((candidates + np.uint64(1)) * np.uint64(_GOLDEN) ^ np.uint64(state)) < self._limit
+
+
+@dataclass(frozen=True, slots=True)
+class WatermarkResult:
+    """
+    Attributes:
+        num_tokens: tokens that were looked at.
+        num_green: of those, favoured.
+        z_score: how many standard deviations more than chance would give.
+        p_value: the probability that unmarked text scores as high.
+    """
+
+    num_tokens: int
+    num_green: int
+    z_score: float
+    p_value: float
+
+
+class WatermarkDetector:
+    """Tells whether tokens carry a watermark, given its settings."""
+
+    def __init__(self, watermark: Watermark) -> None:
+        self._watermark = watermark
+
+    def detect(self, token_ids: Sequence[int]) -> WatermarkResult:
+        """Look at a text's tokens; some hundred are needed. Repeated contexts count once, or a refrain would decide.
+
+        Raises:
+            ValueError: fewer tokens than a context and one more.
+        """
+        width, ratio = self._watermark.context_width, self._watermark.ratio
+        if len(token_ids) <= width:
+            raise ValueError(f"{len(token_ids)} tokens are too few; a context of {width} and one more are needed")
+        grams = {tuple(token_ids[i : i + width + 1]) for i in range(len(token_ids) - width)}
+        num_green = sum(self._watermark.is_green(np.array(gram[:-1], np.int32), gram[-1]) for gram in grams)
+        z = (num_green - ratio * len(grams)) / math.sqrt(len(grams) * ratio * (1 - ratio))
+        return WatermarkResult(len(grams), num_green, z, math.erfc(z / math.sqrt(2)) / 2)
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser, on arrays; see `uniform`."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -1,0 +1,43 @@
+"""What processors need to know of a model's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Vocabulary"]
+
+
+class Vocabulary:
+    """A model's tokens, as far as text is turned into constraints on them. Any thread may call.
+
+    Args:
+        size: number of logits of a row; ids from `num_tokens` on mean nothing.
+        encode: a text's ids, without the tokens that frame a prompt.
+        token_bytes: the bytes of a token's text; none for tokens that steer.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        eos_token_ids: Collection[int],
+        encode: Callable[[str], list[int]],
+        token_bytes: Callable[[int], bytes],
+    ) -> None:
+        self.size = size
+        self.eos_token_ids = tuple(sorted(eos_token_ids))
+        self.encode = encode
+        self.token_bytes = token_bytes
+        self._containing = lru_cache(maxsize=64)(self._find_containing)
+
+    def ids_containing(self, text: str) -> NDArray[np.int32]:
+        """Tokens whose text has `text` in it. The first time takes a look at all of them."""
+        return self._containing(text.encode())
+
+    def _find_containing(self, wanted: bytes) -> NDArray[np.int32]:
+        found = [token_id for token_id in range(self.size) if wanted in self.token_bytes(token_id)]
+        return np.array(found, np.int32)

@@ -1,0 +1,124 @@
+"""The fields of a request body that become `SamplingParams`, under the names that clients know them by.
+
+OpenAI's, vLLM's, transformers' and llama.cpp's fields have one name here wherever they agree. Where llama.cpp spells
+one its own way, `_ALIASES` has its spelling. Values are checked by `SamplingParams`; types here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from spolia.errors import InvalidRequest
+
+__all__ = ["SamplingFields"]
+
+# llama.cpp's spelling: ours.
+_ALIASES = {
+    "repeat_penalty": "repetition_penalty",
+    "samplers": "filter_order",
+    "min_new_tokens": "min_tokens",
+    "typ_p": "typical_p",
+}
+# Names in `samplers` that are ours under another name, or no filter of ours: penalties and DRY always come first.
+_FILTER_ALIASES = {"typ_p": "typical_p", "temp": "temperature"}
+_NO_FILTERS = ("penalties", "dry")
+
+Ids = list[int]
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """None means the default, so that an explicit null is one too."""
+
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repeat_last_n: int | None = None
+    encoder_repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    encoder_no_repeat_ngram_size: int | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+
+    logit_bias: dict[str, float] | list[tuple[int, float | bool]] | None = None
+    sequence_bias: list[tuple[Ids, float]] | None = None
+    bad_words: str | list[str] | None = None
+    bad_words_ids: list[Ids] | None = None
+    allowed_token_ids: Ids | None = None
+    suppress_tokens: Ids | None = None
+    begin_suppress_tokens: Ids | None = None
+    min_length: int | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | Ids | None = None
+    exponential_decay_length_penalty: tuple[int, float] | None = None
+
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
+    top_h: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    filter_order: list[str] | None = None
+    watermark: dict[str, Any] | None = None
+    remove_invalid_values: bool | None = None
+    renormalize_logits: bool | None = None
+    logits_processors: list[str | dict[str, Any]] | None = None
+
+    repeat_penalty: float | None = None
+    samplers: list[str] | None = None
+    min_new_tokens: int | None = None
+    typ_p: float | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Arguments for `SamplingParams`: what the client sent.
+
+        Raises:
+            InvalidRequest: one parameter under two names with two values, or an import path.
+        """
+        values = {name: getattr(self, name) for name in SamplingFields.__struct_fields__ if name not in _ALIASES}
+        for alias, name in _ALIASES.items():
+            value = getattr(self, alias)
+            if value is None:
+                continue
+            if alias == "samplers":
+                value = _filter_order(value)
+            if values[name] not in (None, value):
+                raise InvalidRequest(
+                    f"{alias} is {value!r} and {name} is {values[name]!r}: two names of one parameter; send one",
+                    param=alias,
+                )
+            values[name] = value
+        for entry in self.logits_processors or ():
+            called = entry.get("name") if isinstance(entry, dict) else entry
+            if isinstance(called, str) and ":" in called:
+                raise InvalidRequest(
+                    f"logits_processors names {called!r}; over HTTP only names that the server was started with are "
+                    "known (spolia serve --processor NAME=MODULE:CLASS)",
+                    param="logits_processors",
+                )
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def _filter_order(samplers: list[str]) -> list[str]:
+    return [_FILTER_ALIASES.get(name, name) for name in samplers if name not in _NO_FILTERS]

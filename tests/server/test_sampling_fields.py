@@ -1,0 +1,104 @@
+"""Sampling fields over HTTP do what `SamplingParams` says, under the names of OpenAI, vLLM and llama.cpp."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.toy import answer, toy_engine, toy_logits
+from spolia.engine import SamplingParams
+from spolia.generation import History
+from spolia.generation.processors import Logits
+
+from .harness import chatty_engine, serving
+
+PROMPT = [5, 6, 7, 5, 6, 7]
+
+
+def complete(url: str, **body: Any) -> httpx.Response:
+    return httpx.post(
+        f"{url}/v1/completions",
+        json={"prompt": PROMPT, "max_tokens": 10, "seed": 3, "return_token_ids": True, **body},
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0, "repetition_penalty": 0.01},
+        {"temperature": 0, "presence_penalty": -3, "frequency_penalty": -0.5},
+        {"temperature": 0, "logit_bias": {"65": 5, "66": 4.5}},
+        {"temperature": 0, "encoder_repetition_penalty": 90, "dry_multiplier": 0.8, "no_repeat_ngram_size": 3},
+        {"temperature": 0.8, "typical_p": 0.8},
+        {"top_n_sigma": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+        {"mirostat": 2, "mirostat_tau": 3.0},
+        {"allowed_token_ids": [65, 66, 67], "dynatemp_range": 0.5},
+        {"watermark": {"key": 5}, "sequence_bias": [[[65], 3.0]], "bad_words": ["A"]},
+        {"filter_order": ["top_p", "temperature"], "temperature": 2.0, "top_p": 0.7},
+    ],
+    ids=str,
+)
+def test_a_field_does_over_http_what_it_does_in_python(toy_url, fields):
+    reply = complete(toy_url, **fields)
+    assert reply.status_code == 200, reply.text
+    expected = answer(toy_engine(), PROMPT, SamplingParams(max_tokens=10, seed=3, **fields))
+    assert tuple(reply.json()["choices"][0]["token_ids"]) == expected.token_ids
+    plain = answer(
+        toy_engine(), PROMPT, SamplingParams(max_tokens=10, seed=3, temperature=fields.get("temperature", 1))
+    )
+    assert plain.token_ids != expected.token_ids  # or the field would have gone unheard
+
+
+def test_llama_cpps_names_are_understood(toy_url):
+    ours = complete(
+        toy_url, repetition_penalty=1.5, typical_p=0.9, filter_order=["top_p", "typical_p", "temperature"], top_p=0.9
+    )
+    theirs = complete(
+        toy_url,
+        repeat_penalty=1.5,
+        typ_p=0.9,
+        samplers=["penalties", "dry", "top_p", "typ_p", "temperature"],
+        top_p=0.9,
+    )
+    assert theirs.status_code == 200, theirs.text
+    assert theirs.json()["choices"][0]["token_ids"] == ours.json()["choices"][0]["token_ids"]
+    never = complete(toy_url, temperature=0, logit_bias=[[int(toy_logits(PROMPT).argmax()), False]], max_tokens=1)
+    assert never.json()["choices"][0]["token_ids"] == [int(toy_logits(PROMPT).argsort()[-2])]
+
+
+class Only:
+    """A processor as users write them: one token is left."""
+
+    def __init__(self, token_id: int) -> None:
+        self._token_id = token_id
+
+    def process(self, logits: Logits, rows: Sequence[History]) -> None:
+        left = logits[:, self._token_id].copy()
+        logits[:] = -float("inf")
+        logits[:, self._token_id] = left
+
+
+def test_an_own_processor_is_used_by_the_name_that_the_server_knows_it_by():
+    engine = chatty_engine(processors={"only": Only})
+    with serving({"toy": engine}) as url:
+        reply = complete(url, logits_processors=[{"name": "only", "args": {"token_id": 66}}], max_tokens=3)
+        assert reply.json()["choices"][0]["text"] == "BBB"
+        refused = complete(url, logits_processors=[{"name": "only", "args": {"colour": 66}}])
+        assert refused.status_code == 400
+        assert "colour" in refused.json()["error"]["message"]
+        assert "only" in complete(url, logits_processors=["lonely"]).json()["error"]["message"]
+    asyncio.run(engine.aclose())
+
+
+def test_a_request_that_forbids_every_token_is_400():
+    engine = chatty_engine()
+    with serving({"toy": engine}) as url:
+        reply = complete(url, allowed_token_ids=[5], suppress_tokens=[5])
+        assert reply.status_code == 400
+        assert "no token" in reply.json()["error"]["message"]
+    asyncio.run(engine.aclose())
