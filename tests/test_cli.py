@@ -100,6 +100,21 @@ def test_sampling_flags_are_fields_of_the_sampling_parameters():
     assert SamplingFlags(**penalties, more=more).params() == expected
 
 
+def test_forms_are_given_as_text_or_as_a_file(tmp_path: Path):
+    file = tmp_path / "grammar.gbnf"
+    file.write_text('root ::= "a"')
+    assert SamplingFlags(grammar=f"@{file}").params() == SamplingParams(structured_outputs={"grammar": 'root ::= "a"'})
+    assert SamplingFlags(json_schema="{}").params() == SamplingParams(structured_outputs={"json": "{}"})
+    assert SamplingFlags(regex="a+").params() == SamplingParams(structured_outputs={"regex": "a+"})
+    with pytest.raises(typer.BadParameter, match="cannot be read"):
+        SamplingFlags(grammar=f"@{tmp_path}/missing").params()
+
+
+def test_an_answer_has_the_form_that_a_flag_asks_for(smollm2_path: Path):
+    result = spolia("generate", "smollm2", "How many legs has a cat?", "--regex", "[0-9] legs", *SMALL)
+    assert re.fullmatch(r"[0-9] legs\n", result.stdout)
+
+
 @pytest.mark.parametrize("text", ["typical_p", "typical=0.9", "=3"])
 def test_a_parameter_that_is_none_is_refused_with_the_names_there_are(text: str):
     with pytest.raises(typer.BadParameter, match=r"NAME=VALUE.*typical_p"):
@@ -258,6 +273,7 @@ def test_an_unknown_model_is_one_line_and_status_1(command: list[str]):
         (["--repeat-penalty", "0"], ["repetition_penalty", "0"]),
         (["--presence-penalty", "101"], ["presence_penalty", "101"]),
         (["--frequency-penalty", "-101"], ["frequency_penalty", "-101"]),
+        (["--json-schema", '{"type": "objekt"}'], ["structured_outputs", "objekt"]),
         (["--param", "top_h=7"], ["top_h", "7"]),
         (["--raw", "--system", "Be brief."], ["--system"]),
     ],

@@ -117,6 +117,9 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         return list(text.encode())
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id == EOS
+
     def token_bytes(self, token_id: int) -> bytes:
         return b"" if token_id == EOS else bytes([token_id])
 

@@ -27,6 +27,7 @@ def vocabulary(**options):
             "eos_token_ids": EOS,
             "encode": lambda text: list(text.encode()),
             "token_bytes": lambda token_id: bytes([token_id]) if token_id < 256 else b"",
+            "is_special": lambda token_id: token_id in EOS,
         }
         | options,
     )

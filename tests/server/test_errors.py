@@ -96,7 +96,15 @@ BAD_COMPLETIONS = [
     ({"watermark": {"colour": "green"}}, "watermark", None),
     ({"logits_processors": ["os:remove"]}, "logits_processors", None),
     ({"logits_processors": ["unknown"]}, "logits_processors", None),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"response_format": {"type": "yaml"}}, "response_format", None),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", None),
+    ({"response_format": {"type": "json_object", "schema": {"type": "objekt"}}}, "response_format", None),
+    ({"guided_regex": "(ab"}, "guided_regex", None),
+    ({"guided_choice": []}, "guided_choice", None),
+    ({"grammar": 'root ::= "a" ('}, "grammar", None),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", None),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", None),
+    ({"grammar": 'root ::= "a"', "guided_regex": "a"}, "grammar", None),
 ]
 
 

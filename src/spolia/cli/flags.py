@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,8 @@ __all__ = [
     "CheckFlag",
     "EngineFlags",
     "FrequencyPenaltyFlag",
+    "GrammarFlag",
+    "JsonSchemaFlag",
     "KvDtypeFlag",
     "KvMemoryFlag",
     "KvPolicyFlag",
@@ -30,6 +33,7 @@ __all__ = [
     "ParamFlag",
     "PresencePenaltyFlag",
     "ProcessorFlag",
+    "RegexFlag",
     "RepeatPenaltyFlag",
     "SamplingFlags",
     "SeedFlag",
@@ -133,6 +137,15 @@ PresencePenaltyFlag = Annotated[
 FrequencyPenaltyFlag = Annotated[
     float | None, typer.Option("--frequency-penalty", help="Taken off for each time that it has it. Default: 0.")
 ]
+JsonSchemaFlag = Annotated[
+    str | None,
+    typer.Option("--json-schema", metavar="SCHEMA", help="The answer is JSON of this schema: its text, or @FILE."),
+]
+RegexFlag = Annotated[str | None, typer.Option("--regex", help="The answer matches this regular expression.")]
+GrammarFlag = Annotated[
+    str | None,
+    typer.Option("--grammar", metavar="GRAMMAR", help="The answer follows this grammar, GBNF or Lark: text, or @FILE."),
+]
 ParamFlag = Annotated[
     list[str] | None,
     typer.Option(
@@ -182,7 +195,7 @@ class EngineFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFlags:
-    """Fields are those of `SamplingParams`, and `more`: others, as NAME=VALUE."""
+    """Fields are those of `SamplingParams`, kinds of `StructuredOutput`, and `more`: others, as NAME=VALUE."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -194,6 +207,9 @@ class SamplingFlags:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
     more: list[str] | None = None
 
     def params(self, **defaults: Any) -> SamplingParams:
@@ -206,8 +222,25 @@ class SamplingFlags:
 
         given = _given(self)
         more = dict(_parameter(text) for text in given.pop("more", ()))
+        form = {
+            "json": _text_or_file(given.pop("json_schema", None)),
+            "regex": given.pop("regex", None),
+            "grammar": _text_or_file(given.pop("grammar", None)),
+        }
+        if any(form.values()):
+            more["structured_outputs"] = form
         given["stop"] = tuple(given.get("stop", ()))
         return SamplingParams(**{**defaults, **given, **more})
+
+
+def _text_or_file(value: str | None) -> str | None:
+    """A flag's own text, or that of the file which it names after an @."""
+    if value is None or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{value[1:]!r} cannot be read: {error}") from None
 
 
 def _parameter(text: str) -> tuple[str, Any]:

@@ -23,7 +23,7 @@ from spolia.engine.outputs import Counters, Delta, EngineStats, FinishReason, Re
 from spolia.engine.request import Request, Sequence
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
-from spolia.generation import SamplingParams, TokenLogprobs
+from spolia.generation import SamplingParams, StructuredOutput, TokenLogprobs
 from spolia.kvcache import DEFAULT_PRIORITY, Explanation, Ledger, MissReason, Outcome, TokenRange, Wish
 from spolia.models import Model, load
 
@@ -53,6 +53,7 @@ __all__ = [
     "Sequence",
     "StepPlan",
     "StepStats",
+    "StructuredOutput",
     "Timings",
     "TokenLogprobs",
     "TokenRange",

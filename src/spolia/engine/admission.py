@@ -26,6 +26,8 @@ class TextEncoder(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
+    def is_special(self, token_id: int) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
@@ -55,6 +57,7 @@ class Admission:
             eos_token_ids=self.eos_token_ids,
             encode=lambda text: self.tokenizer.encode(text, add_special=False),
             token_bytes=self.tokenizer.token_bytes,
+            is_special=self.tokenizer.is_special,
         )
         object.__setattr__(self, "vocabulary", vocabulary)
 

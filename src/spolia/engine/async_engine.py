@@ -113,6 +113,16 @@ class AsyncEngine:
             outbox = self._outboxes[id(loop)] = _Outbox(loop, self.config.stream_interval_ms / 1e3)
         return outbox
 
+    async def prepare(self, params: SamplingParams) -> None:
+        """Compile the form that `params` ask for, if any, on another thread, so that `generate` need not.
+
+        Raises:
+            InvalidRequest: it cannot be compiled.
+        """
+        form = params.structured_outputs
+        if form is not None:
+            await asyncio.to_thread(self._engine.admission.vocabulary.grammars.compile, form)
+
     def abort(self, request_id: str) -> None:
         """End a request wherever it is: waiting, in its prompt, or generating.
 

@@ -201,9 +201,13 @@ class Sequence:
             text = (self.text.feed(token_id).text if params.include_stop_str_in_output else "") + self.text.finish()
         else:
             text, stop = self.text.feed(token_id, may_stop=may_stop)
+            is_complete = request.pipeline is not None and request.pipeline.advance(self.num_tokens)
             if stop is not None:
                 self.finish_reason = "stop"
                 self.stop_reason = stop
+            elif is_complete:
+                self.finish_reason = "stop"
+                text += self.text.finish()
             elif num_generated >= request.max_tokens:
                 self.finish_reason = "length"
                 text += self.text.finish()

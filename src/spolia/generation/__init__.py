@@ -11,6 +11,7 @@ from spolia.generation.params import FILTER_NAMES, MAX_LOGPROBS, SamplingParams
 from spolia.generation.pipeline import FILTERS, PROCESSORS, Pipeline, build_pipeline
 from spolia.generation.processors import Processor, Watermark, WatermarkDetector, import_processor
 from spolia.generation.sampler import RowSampling, Sampler, Samples, TokenLogprobs
+from spolia.generation.structured import StructuredOutput
 from spolia.generation.text import TextStream, TextUpdate
 from spolia.generation.uniform import uniform
 from spolia.generation.vocabulary import Vocabulary
@@ -27,6 +28,7 @@ __all__ = [
     "Sampler",
     "Samples",
     "SamplingParams",
+    "StructuredOutput",
     "TextStream",
     "TextUpdate",
     "TokenLogprobs",

@@ -18,6 +18,7 @@ from spolia.generation.checks import (
     strings,
     token_ids,
 )
+from spolia.generation.structured import StructuredOutput
 
 __all__ = ["FILTER_NAMES", "MAX_LOGPROBS", "SamplingParams"]
 
@@ -77,7 +78,7 @@ _BOOLS = ("ignore_eos", "include_stop_str_in_output", "remove_invalid_values", "
 class SamplingParams:
     """How to turn logits into tokens, and when to stop.
 
-    What applies, applies in this order: guidance and biases, penalties, bans, own processors, and then, unless the
+    What applies, applies in this order: biases, penalties, bans, own processors, the form, and then, unless the
     temperature is 0, the filters: temperature, `top_n_sigma`, `top_h`, `top_k`, `top_p`, `min_p`, `typical_p`,
     `epsilon_cutoff`, `eta_cutoff`, XTC. One seed, prompt and set of parameters gives one answer, in any batch.
 
@@ -133,6 +134,8 @@ class SamplingParams:
         mirostat: 2 holds the surprise at `mirostat_tau` bits a token, learning at the rate `mirostat_eta`, in place of
             all other filters but the temperature; 0: does not.
         filter_order: names of filters in another order; those that are not named stay where they are.
+        structured_outputs: the form that the answer must have, a `StructuredOutput` or a mapping with one of json (a
+            schema), json_object, regex, choice, grammar; see there.
         watermark: settings of a `Watermark`: ratio, bias, key, context_width; {} for the usual ones.
         remove_invalid_values: logits that are no numbers do not fail the request.
         renormalize_logits: make what is left log-probabilities; of use to processors of one's own that follow.
@@ -196,6 +199,7 @@ class SamplingParams:
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
     filter_order: tuple[str, ...] = ()
+    structured_outputs: StructuredOutput | None = None
     watermark: Mapping[str, Any] | None = None
     remove_invalid_values: bool = False
     renormalize_logits: bool = False
@@ -282,6 +286,8 @@ class SamplingParams:
                     f"filter_order holds {filter_name!r}; it may name each of {', '.join(FILTER_NAMES)} once",
                     param="filter_order",
                 )
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", StructuredOutput.of(self.structured_outputs))
         if self.watermark is not None:
             self._set("watermark", _watermark(self.watermark))
         self._set("logits_processors", as_tuple("logits_processors", self.logits_processors))

@@ -1,6 +1,6 @@
 """A request's processors, in order.
 
-    guidance and biases -> penalties -> bans -> lengths -> own -> temperature -> filters -> draw
+    biases -> penalties -> bans -> lengths -> own -> form -> temperature -> filters -> draw
 
 The tables below are the order, and the names. A factory returns None where the request does not ask for it, so that a
 request without processors has no pipeline, and costs what it did before there were any.
@@ -22,6 +22,7 @@ from spolia.generation.processors import biases, filters, length, penalties
 from spolia.generation.processors.base import Logits, Processor
 from spolia.generation.processors.own import own_processor
 from spolia.generation.processors.watermark import Watermark
+from spolia.generation.structured import GrammarMask
 from spolia.generation.vocabulary import Vocabulary
 
 __all__ = ["FILTERS", "PROCESSORS", "Pipeline", "build_pipeline"]
@@ -211,8 +212,11 @@ class Pipeline:
         has_left_nothing: the last row had likely tokens, and the processors forbade all of them.
     """
 
-    def __init__(self, processors: Sequence[Processor], draw_params: SamplingParams, vocab_size: int) -> None:
+    def __init__(
+        self, processors: Sequence[Processor], draw_params: SamplingParams, vocab_size: int, form: GrammarMask | None
+    ) -> None:
         self._processors = processors
+        self._form = form
         self._vocab_size = vocab_size
         self.draw_params = draw_params
         self.has_left_nothing = False
@@ -221,6 +225,16 @@ class Pipeline:
     def follow(self, token_ids: NDArray[np.int32], num_prompt_tokens: int, *, seed: int) -> None:
         """Say which sequence this is for: its buffer of ids, which grows in place."""
         self._history = History(token_ids, num_prompt_tokens, vocab_size=self._vocab_size, seed=seed)
+        if self._form is not None:
+            self._form.take(self._history)
+
+    def advance(self, num_tokens: int) -> bool:
+        """Take notice of a token that was drawn; whether it completed the form that the answer must have."""
+        if self._form is None or self._history is None:
+            return False
+        self._history.num_tokens = num_tokens
+        self._form.take(self._history)
+        return self._form.is_complete
 
     def process(self, logits: Logits, position: int) -> None:
         """Change a row in place.
@@ -254,19 +268,24 @@ def build_pipeline(
         known: own processors by name.
 
     Raises:
-        InvalidRequest: a token id that does not exist, or an own processor that cannot be made.
+        InvalidRequest: a token id that does not exist, an own processor that cannot be made, a form that cannot be
+            compiled.
     """
     asked = Asked(params, vocabulary, max_tokens)
     _check_ids(params, vocabulary.size)
     processors = [made for factory in PROCESSORS.values() if (made := factory(asked)) is not None]
     processors += [own_processor(entry, known or {}) for entry in params.logits_processors]
+    form = None
+    if params.structured_outputs is not None:
+        form = vocabulary.grammars.compile(params.structured_outputs)
+        processors.append(form)
     if params.renormalize_logits:
         processors.append(filters.Renormalise())
     draw_params = params
     if not params.is_greedy and (named := _filters(params)):
         processors += named
         draw_params = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    return Pipeline(processors, draw_params, vocabulary.size) if processors else None
+    return Pipeline(processors, draw_params, vocabulary.size, form) if processors else None
 
 
 def _filters(params: SamplingParams) -> list[Processor]:

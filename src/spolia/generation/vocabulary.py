@@ -8,6 +8,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from spolia.generation.structured import GrammarCompiler
+
 __all__ = ["Vocabulary"]
 
 
@@ -17,7 +19,11 @@ class Vocabulary:
     Args:
         size: number of logits of a row; ids from `num_tokens` on mean nothing.
         encode: a text's ids, without the tokens that frame a prompt.
-        token_bytes: the bytes of a token's text; none for tokens that steer.
+        token_bytes: the bytes of a token.
+        is_special: whether a token steers and has no text.
+
+    Attributes:
+        grammars: compiles the forms that answers may be asked to have.
     """
 
     def __init__(
@@ -27,17 +33,33 @@ class Vocabulary:
         eos_token_ids: Collection[int],
         encode: Callable[[str], list[int]],
         token_bytes: Callable[[int], bytes],
+        is_special: Callable[[int], bool],
     ) -> None:
         self.size = size
         self.eos_token_ids = tuple(sorted(eos_token_ids))
         self.encode = encode
         self.token_bytes = token_bytes
+        self.is_special = is_special
+        self.grammars = GrammarCompiler(
+            size, tokens=self._marked_tokens, eos_token_ids=self.eos_token_ids, encode=encode
+        )
         self._containing = lru_cache(maxsize=64)(self._find_containing)
 
     def ids_containing(self, text: str) -> NDArray[np.int32]:
         """Tokens whose text has `text` in it. The first time takes a look at all of them."""
         return self._containing(text.encode())
 
+    def _marked_tokens(self) -> list[bytes]:
+        """Every token's bytes; a special one is marked as no text by a byte that UTF-8 does not have."""
+        return [
+            b"\xff" + self.token_bytes(token_id) if self.is_special(token_id) else self.token_bytes(token_id)
+            for token_id in range(self.size)
+        ]
+
     def _find_containing(self, wanted: bytes) -> NDArray[np.int32]:
-        found = [token_id for token_id in range(self.size) if wanted in self.token_bytes(token_id)]
+        found = [
+            token_id
+            for token_id in range(self.size)
+            if wanted in self.token_bytes(token_id) and not self.is_special(token_id)
+        ]
         return np.array(found, np.int32)

@@ -13,7 +13,7 @@ from spolia.models import Tokenizer
 from spolia.server.answer import Answer
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
-from spolia.server.encoding import encode
+from spolia.server.encoding import encode, params_of_choices
 from spolia.server.rendering import Extras, respond
 from spolia.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply
 from spolia.server.schema import CompletionRequest, prompts
@@ -40,7 +40,7 @@ class CompletionEndpoint:
             "cmpl",
             served,
             ids,
-            [body.sampling_params(k) for k in range(body.num_choices)],
+            await params_of_choices(body, served.engine),
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
             wishes=body.wishes(),

@@ -1,12 +1,15 @@
-"""Encoding without holding up the event loop."""
+"""Encoding and compiling without holding up the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 
+from spolia.engine import AsyncEngine, SamplingParams
+from spolia.errors import InvalidRequest
 from spolia.models import Tokenizer
+from spolia.server.schema import ChatRequest, CompletionRequest
 
-__all__ = ["encode"]
+__all__ = ["encode", "params_of_choices"]
 
 # Encoding runs at some 4 MB/s: shorter texts cost less than the way to a thread and back.
 _INLINE_CHARACTERS = 4096
@@ -17,3 +20,19 @@ async def encode(tokenizer: Tokenizer, text: str, *, add_special: bool = True) -
     if len(text) <= _INLINE_CHARACTERS:
         return tokenizer.encode(text, add_special=add_special)
     return await asyncio.to_thread(tokenizer.encode, text, add_special=add_special)
+
+
+async def params_of_choices(body: ChatRequest | CompletionRequest, engine: AsyncEngine) -> list[SamplingParams]:
+    """The parameters of each of the `n` choices, with the form that they ask for compiled on another thread.
+
+    Raises:
+        InvalidRequest: a parameter is impossible, or the form cannot be compiled; names the client's field.
+    """
+    params = [body.sampling_params(choice) for choice in range(body.num_choices)]
+    try:
+        await engine.prepare(params[0])
+    except InvalidRequest as error:
+        form = body.form()
+        field = "structured_outputs" if form is None else form[0]
+        raise InvalidRequest(str(error).replace("structured_outputs", field, 1), param=field) from None
+    return params

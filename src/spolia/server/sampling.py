@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from spolia.engine import StructuredOutput
 from spolia.errors import InvalidRequest
 
 __all__ = ["SamplingFields"]
@@ -24,6 +25,17 @@ _ALIASES = {
 # Names in `samplers` that are ours under another name, or no filter of ours: penalties and DRY always come first.
 _FILTER_ALIASES = {"typ_p": "typical_p", "temp": "temperature"}
 _NO_FILTERS = ("penalties", "dry")
+
+# Fields that give the answer a form, with its kind; None where they name the kind themselves.
+_FORMS = {
+    "structured_outputs": None,
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
+}
 
 Ids = list[int]
 
@@ -85,6 +97,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     renormalize_logits: bool | None = None
     logits_processors: list[str | dict[str, Any]] | None = None
 
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | bool | None = None
+    grammar: str | None = None
+
     repeat_penalty: float | None = None
     samplers: list[str] | None = None
     min_new_tokens: int | None = None
@@ -96,7 +117,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         Raises:
             InvalidRequest: one parameter under two names with two values, or an import path.
         """
-        values = {name: getattr(self, name) for name in SamplingFields.__struct_fields__ if name not in _ALIASES}
+        others = (*_ALIASES, *_FORMS, "response_format")
+        values = {name: getattr(self, name) for name in SamplingFields.__struct_fields__ if name not in others}
         for alias, name in _ALIASES.items():
             value = getattr(self, alias)
             if value is None:
@@ -117,7 +139,50 @@ class SamplingFields(msgspec.Struct, kw_only=True):
                     "known (spolia serve --processor NAME=MODULE:CLASS)",
                     param="logits_processors",
                 )
+        form = self.form()
+        values["structured_outputs"] = None if form is None else form[1]
         return {name: value for name, value in values.items() if value is not None}
+
+    def form(self) -> tuple[str, StructuredOutput] | None:
+        """The form that the answer must have, with the field that says so; None: any.
+
+        Raises:
+            InvalidRequest: two fields say so, or one of them is wrong.
+        """
+        fields = [name for name in _FORMS if getattr(self, name) not in (None, "")]
+        if self.response_format is not None and (format_ := _response_format(self.response_format)) is not None:
+            fields.append("response_format")
+        if len(fields) > 1:
+            raise InvalidRequest(
+                f"{' and '.join(fields)} each give the answer a form; send one of them", param=fields[1]
+            )
+        if not fields:
+            return None
+        (field,) = fields
+        kind = _FORMS.get(field)
+        asked = format_ if field == "response_format" else getattr(self, field)
+        try:
+            return field, StructuredOutput.of({kind: asked} if kind else asked)
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error).replace("structured_outputs", field, 1), param=field) from None
+
+
+def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
+    """OpenAI's `response_format`, and llama.cpp's, which has the schema beside the type; None for plain text."""
+    match given:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_schema", "json_schema": {"schema": dict() | bool() as schema}}:
+            return {"json": schema}
+        case {"type": "json_object" | "json_schema", "schema": dict() | bool() as schema}:
+            return {"json": schema}
+        case {"type": "json_object"}:
+            return {"json_object": True}
+    raise InvalidRequest(
+        'response_format must be {"type": "text"}, {"type": "json_object"}, or '
+        '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}',
+        param="response_format",
+    )
 
 
 def _filter_order(samplers: list[str]) -> list[str]:

@@ -36,15 +36,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "truncate_prompt_tokens": (),
@@ -88,15 +82,9 @@ class SamplingRequest(SamplingFields, kw_only=True):
     best_of: Any = None
     function_call: Any = None
     functions: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
     length_penalty: Any = None
     modalities: Any = None
     prompt_logprobs: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
     suffix: Any = None
     tool_choice: Any = None
     truncate_prompt_tokens: Any = None

@@ -1,0 +1,293 @@
+"""Answers of a form: JSON of a schema, a regular expression, one of some texts, a grammar.
+
+    StructuredOutput  --GrammarCompiler.compile-->  GrammarMask, a processor
+      what is asked     once per text, then copied      one request's place in the grammar
+
+After each token the mask for the next one is computed on another thread, while the model computes. `llguidance` does
+the parsing; it is imported when the first request asks for a form.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spolia.errors import InvalidRequest
+from spolia.generation.history import History
+from spolia.generation.processors.base import Logits
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = ["GrammarCompiler", "GrammarMask", "StructuredOutput"]
+
+# One space, or a new line and its indentation: enough to print JSON prettily, and no way to go on for ever.
+_WHITESPACE = r"( |\n[ \t]{0,32})?"
+_NUM_CACHED = 128
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_PARAM = "structured_outputs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """The form of an answer; exactly one kind.
+
+    Attributes:
+        json: a JSON Schema, as a mapping or as text.
+        json_object: any JSON object.
+        regex: a regular expression (of Rust's `regex`, no look-around) that the whole answer matches.
+        choice: texts, of which the answer is one.
+        grammar: Lark, as llguidance extends it, or llama.cpp's GBNF, told by its `::=`.
+        whitespace_pattern: a regular expression for the white space between JSON's parts; None: a space, or a line
+            break and indentation, or nothing.
+
+    Raises:
+        InvalidRequest: none, several, or of the wrong type.
+    """
+
+    json: Mapping[str, Any] | str | bool | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if self.json is False:
+            given.append("json")
+        if len(given) != 1:
+            named = f"{' and '.join(given)} are given" if given else "nothing is given"
+            raise _refusal(f"{named}; give one of {', '.join(_KINDS)}")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise _refusal(f"{name} is {value!r}; it must be text, and not empty")
+        if not isinstance(self.json, Mapping | str | bool | None) or not isinstance(self.json_object, bool):
+            raise _refusal(
+                f"{given[0]} is {getattr(self, given[0])!r}; it must be a JSON Schema, or for json_object true"
+            )
+        if self.choice is not None:
+            choice = (self.choice,) if isinstance(self.choice, str) else self.choice
+            if not isinstance(choice, Sequence) or not choice or not all(isinstance(c, str) and c for c in choice):
+                raise _refusal(f"choice is {self.choice!r}; it must be a list of texts that are not empty")
+            object.__setattr__(self, "choice", tuple(choice))
+
+    @classmethod
+    def of(cls, value: Any) -> StructuredOutput:
+        """`value` itself, or one made of a mapping's items.
+
+        Raises:
+            InvalidRequest: it is neither, or as the class.
+        """
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise _refusal(f"it is {value!r}; give StructuredOutput(...) or a mapping with one of {', '.join(_KINDS)}")
+        known = (*_KINDS, "whitespace_pattern")
+        if unknown := [name for name in value if name not in known]:
+            raise _refusal(f"it has {unknown[0]!r}; known are {', '.join(known)}")
+        return cls(**{name: item for name, item in value.items() if item is not None})
+
+
+class GrammarMask:
+    """Forbids what the form does not allow next; a processor with state."""
+
+    def __init__(self, matcher: LLMatcher, pool: ThreadPoolExecutor, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._pool = pool
+        self._vocab_size = vocab_size
+        self._num_seen: int | None = None  # tokens of the history that the matcher knows
+        self._next: Future[NDArray[np.bool_]] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing more may follow."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def take(self, history: History) -> None:
+        """Follow the history to its end, and begin to compute what may come next."""
+        if self._num_seen is None:
+            self._num_seen = history.num_prompt_tokens
+        if self._num_seen == history.num_tokens and self._next is not None:
+            return
+        for token_id in history.buffer[self._num_seen : history.num_tokens].tolist():
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token_id)
+        self._num_seen = history.num_tokens
+        self._next = self._pool.submit(self._forbidden)
+
+    def process(self, logits: Logits, rows: Sequence[History]) -> None:
+        (history,) = rows
+        self.take(history)
+        assert self._next is not None
+        np.copyto(logits[0], -np.inf, where=self._next.result())
+
+    def _forbidden(self) -> NDArray[np.bool_]:
+        if self._matcher.is_error():  # it grew too complex, or a token came that it did not allow: there is no way on
+            return np.ones(self._vocab_size, np.bool_)
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        bits = np.unpackbits(mask, bitorder="little", count=min(8 * len(mask), self._vocab_size))
+        forbidden = np.ones(self._vocab_size, np.bool_)
+        forbidden[: len(bits)] = bits == 0
+        return forbidden
+
+
+class GrammarCompiler:
+    """Turns forms into masks for one vocabulary. Any thread may call; the first call takes up to some seconds.
+
+    Args:
+        tokens: every token's bytes; those that steer are marked by a first byte 0xFF, and come about in no text.
+        encode: a text's ids.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        tokens: Callable[[], list[bytes]],
+        eos_token_ids: Sequence[int],
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        self._size = size
+        self._tokens = tokens
+        self._eos_token_ids = eos_token_ids
+        self._encode = encode
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._pool = ThreadPoolExecutor(2, "spolia-grammar")
+
+    def compile(self, form: StructuredOutput) -> GrammarMask:
+        """A mask at the form's beginning. The same form is compiled once.
+
+        Raises:
+            InvalidRequest: the form cannot be compiled; the message says where it is wrong.
+        """
+        from llguidance import LLMatcher
+
+        with self._lock:
+            tokenizer = self._tokenizer = self._tokenizer or self._make_tokenizer()
+            grammar = self._grammar(form)
+            matcher = self._compiled.get(grammar)
+            if matcher is None:
+                if error := self._error(grammar):
+                    raise _refusal(self._explain(form, error))
+                matcher = LLMatcher(tokenizer, grammar, log_level=0)
+                if matcher.is_error():
+                    raise _refusal(self._explain(form, matcher.get_error()))
+                self._compiled[grammar] = matcher
+                if len(self._compiled) > _NUM_CACHED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return GrammarMask(matcher.deep_copy(), self._pool, self._size)
+
+    def _make_tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        tokens = self._tokens()
+        eos = list(self._eos_token_ids)
+        if not eos:  # a model that never ends: an id that it does not have stands for the end
+            eos = [len(tokens)]
+            tokens.append(b"\xff<end>")
+        return LLTokenizer(_Wrapper(tokens, eos[0], self._encode), eos_token=eos)  # type: ignore[arg-type]
+
+    def _grammar(self, form: StructuredOutput) -> str:
+        from llguidance import LLMatcher, grammar_from
+
+        if form.regex is not None:
+            return LLMatcher.grammar_from_regex(form.regex)
+        if form.choice is not None:
+            return grammar_from("choice", json.dumps(form.choice))
+        if form.grammar is not None:
+            try:
+                return grammar_from("grammar" if "::=" in form.grammar else "lark", form.grammar)
+            except ValueError as error:
+                raise _refusal(f"grammar: {error}") from None
+        return self._json_grammar({"type": "object"} if form.json_object else self._schema(form), form)
+
+    def _schema(self, form: StructuredOutput) -> Any:
+        if not isinstance(form.json, str):
+            return form.json
+        try:
+            return json.loads(form.json)
+        except json.JSONDecodeError as error:
+            raise _refusal(f"json is text that is no JSON: {error}") from None
+
+    def _json_grammar(self, schema: Any, form: StructuredOutput) -> str:
+        from llguidance import LLMatcher
+
+        if schema is False:
+            raise _refusal("json is false, a schema that nothing satisfies")
+        schema = {} if schema is True else schema
+        options = {"whitespace_pattern": form.whitespace_pattern or _WHITESPACE}
+        try:
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise _refusal(f"json: {error}") from None
+
+    def _explain(self, form: StructuredOutput, error: str) -> str:
+        """Where a form is wrong. For a schema: the innermost part that is wrong by itself."""
+        if form.json is None:
+            kind = next(name for name in _KINDS if getattr(form, name) not in (None, False))
+            return f"{kind} cannot be compiled: {error}"
+        root = self._schema(form)
+        path, part = "#", root
+        while found := next(self._wrong_parts(path, part, root, form), None):
+            path, part, error = found
+        return f"the JSON Schema cannot be compiled: at {path}: {error}"
+
+    def _wrong_parts(self, path: str, schema: Any, root: Any, form: StructuredOutput) -> Iterator[tuple[str, Any, str]]:
+        definitions = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, dict) and key in root}
+        for below, part in _subschemas(schema):
+            alone = {**definitions, **part} if isinstance(part, dict) else part
+            if error := self._error(self._json_grammar(alone, form)):
+                yield f"{path}/{below}", part, error
+
+    def _error(self, grammar: str) -> str | None:
+        """Why a grammar cannot be compiled; None if it can."""
+        from llguidance import LLMatcher
+
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
+        return messages[0] if is_error else None
+
+
+class _Wrapper:
+    """A vocabulary as llguidance wants it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], eos_token_id: int, encode: Callable[[str], list[int]]) -> None:
+        self.tokens = tokens
+        self.eos_token_id = eos_token_id
+        self.special_token_ids = [index for index, token in enumerate(tokens) if token[:1] == b"\xff"]
+        self._encode = encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
+
+
+def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
+    """The schemas within a schema, each with its path below."""
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
+            yield from ((f"{key}/{name}", part) for name, part in value.items())
+        elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            yield from ((f"{key}/{index}", part) for index, part in enumerate(value))
+        elif key in ("items", "additionalProperties", "additionalItems", "not") and isinstance(value, dict):
+            yield key, value
+
+
+def _refusal(message: str) -> InvalidRequest:
+    return InvalidRequest(f"{_PARAM}: {message}", param=_PARAM)

@@ -1,0 +1,207 @@
+"""Every answer has the form that was asked for, and a form that cannot be is refused with the place."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import jsonschema
+import numpy as np
+import pytest
+
+from engine.toy import EOS, ByteTokenizer
+from spolia.errors import InvalidRequest
+from spolia.generation import SamplingParams, StructuredOutput, Vocabulary
+from spolia.generation.pipeline import build_pipeline
+
+VOCAB_SIZE = 257
+TOKENIZER = ByteTokenizer()
+VOCABULARY = Vocabulary(
+    VOCAB_SIZE,
+    eos_token_ids=(EOS,),
+    encode=TOKENIZER.encode,
+    token_bytes=TOKENIZER.token_bytes,
+    is_special=TOKENIZER.is_special,
+)
+
+
+def write(form, seed=0, max_tokens=400, likely=""):
+    """What a model writes whose logits are noise, with `likely` characters favoured; None if it did not end."""
+    rng = np.random.default_rng(seed)
+    bias = np.zeros(VOCAB_SIZE, np.float32)
+    bias[list(likely.encode())] += 3
+    params = SamplingParams(structured_outputs=form, temperature=0.0)
+    pipeline = build_pipeline(params, VOCABULARY, max_tokens=max_tokens)
+    ids = np.zeros(1 + max_tokens, np.int32)
+    pipeline.follow(ids, 1, seed=seed)
+    for position in range(1, 1 + max_tokens):
+        row = (rng.standard_normal((1, VOCAB_SIZE)) + bias).astype(np.float32)
+        pipeline.process(row, position)
+        assert np.isfinite(row.max())
+        ids[position] = row.argmax()
+        is_complete = pipeline.advance(position + 1)
+        if ids[position] == EOS or is_complete:
+            end = position + (ids[position] != EOS)
+            return bytes(ids[1:end].tolist()).decode()
+    return None
+
+
+ENDS = '"}],0:'  # what brings JSON to its end
+
+
+def random_schema(rng, depth=0):
+    """A schema of the features that llguidance documents."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"]
+    kind = rng.choice(kinds + ["object", "array", "anyOf"] * 2 if depth < 3 else kinds)
+    match kind:
+        case "string":
+            extra = [
+                {},
+                {"minLength": 1, "maxLength": 6},
+                {"pattern": "^[a-f]{2,5}$"},
+                {"format": "ipv4", "maxLength": 15},
+            ]
+            return {"type": "string", "maxLength": 12} | rng.choice(extra)
+        case "integer":
+            low = rng.randrange(-50, 50)
+            return {"type": "integer", "minimum": low, "maximum": low + rng.randrange(1, 90)}
+        case "number":
+            return {"type": "number", "minimum": -2, "exclusiveMaximum": 3.5}
+        case "enum":
+            return {"enum": rng.sample(["red", "green", 7, None, True, "ü"], 3)}
+        case "const":
+            return {"const": rng.choice(["fixed", 12, {"a": [1]}])}
+        case "anyOf":
+            return {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]}
+        case "array":
+            low = rng.randrange(3)
+            return {"type": "array", "items": random_schema(rng, depth + 1), "minItems": low, "maxItems": low + 2}
+        case "object":
+            names = rng.sample(["name", "age", "tags", "x y", "é"], rng.randrange(1, 4))
+            properties = {name: random_schema(rng, depth + 1) for name in names}
+            required = rng.sample(names, rng.randrange(len(names) + 1))
+            return {
+                "type": "object",
+                "properties": properties,
+                "required": required,
+                "additionalProperties": rng.choice([False, {"type": "boolean"}]),
+            }
+        case _:
+            return {"type": kind}
+
+
+@pytest.mark.parametrize("batch", range(10))
+def test_500_random_schemas_give_documents_that_validate(batch):
+    num_cut = 0
+    for seed in range(50 * batch, 50 * (batch + 1)):
+        schema = random_schema(random.Random(seed))
+        text = write({"json": schema}, seed, likely=ENDS)
+        if text is None:
+            num_cut += 1
+            continue
+        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+    assert num_cut <= 2  # noise need not come to an end; a document that did is whole
+
+
+def test_any_json_object_is_an_object():
+    for seed in range(20):
+        text = write({"json_object": True}, seed, likely=ENDS + "}}")
+        assert text is None or isinstance(json.loads(text), dict)
+    assert sum(write({"json_object": True}, seed, likely=ENDS) is not None for seed in range(20)) > 10
+
+
+@pytest.mark.parametrize("pattern", [r"[a-c]{3}-[0-9]+", r"(yes|no)!*", r"[a-z]+@[a-z]+\.com", "é{2,4}ü"])
+def test_an_answer_matches_the_whole_regular_expression(pattern):
+    for seed in range(10):
+        text = write({"regex": pattern}, seed)
+        assert text is None or re.fullmatch(pattern, text)
+    assert any(write({"regex": pattern}, seed) for seed in range(10))
+
+
+def test_an_answer_is_one_of_the_choices_and_all_occur():
+    choices = ['say "no"', "yes", "yes, please\nnow", "ü"]
+    assert {write({"choice": choices}, seed) for seed in range(60)} == set(choices)
+
+
+GBNF = """
+root ::= sum
+sum ::= term (("+" | "-") term)*
+term ::= [0-9]+ | "(" sum ")"
+"""
+LARK = """
+start: sum
+sum: term (("+" | "-") term)*
+term: /[0-9]+/ | "(" sum ")"
+"""
+
+
+@pytest.mark.parametrize("grammar", [GBNF, LARK], ids=["gbnf", "lark"])
+def test_an_answer_follows_a_grammar(grammar):
+    written = {write({"grammar": grammar}, seed, likely=")") for seed in range(20)} - {None}
+    assert len(written) > 5
+    for text in written:
+        assert re.fullmatch(r"[0-9+()\-]+", text)
+        assert text.count("(") == text.count(")")
+
+
+def test_white_space_ends_even_if_the_model_likes_it_best():
+    text = write({"json": {"type": "array", "items": {"const": 1}, "maxItems": 3}}, likely=" \n\t\r")
+    assert isinstance(json.loads(text), list)
+
+
+@pytest.mark.parametrize(
+    ("form", "place"),
+    [
+        ({"json": {"type": "objekt"}}, "at #: .*objekt"),
+        ({"json": {"properties": {"a": {"items": {"type": "strin"}}}}}, "at #/properties/a/items: .*strin"),
+        ({"json": {"anyOf": [{"type": "null"}, {"pattern": "(["}]}}, "at #/anyOf/1: .*regex"),
+        ({"json": {"$defs": {"t": {"not": {}}}, "$ref": "#/$defs/t"}}, r"at #/\$defs/t: .*not"),
+        ({"json": {"$ref": "#/nowhere"}}, "at #: .*nowhere"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
+        ({"json": '{"type": '}, "no JSON"),
+        ({"regex": "(ab"}, "regex cannot be compiled"),
+        ({"grammar": "start: nothing"}, r"1\(8\).*nothing"),
+        ({"grammar": 'root ::= "a" ('}, "grammar"),
+    ],
+    ids=str,
+)
+def test_a_form_that_cannot_be_compiled_is_refused_with_the_place(form, place):
+    with pytest.raises(InvalidRequest, match=re.compile(place, re.DOTALL)) as caught:
+        VOCABULARY.grammars.compile(StructuredOutput.of(form))
+    assert caught.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"json": {}, "regex": "a"},
+        {"regex": ""},
+        {"regex": 5},
+        {"choice": []},
+        {"choice": [5]},
+        {"xml": 1},
+        7,
+        "json",
+    ],
+    ids=str,
+)
+def test_a_form_that_is_none_is_refused(form):
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(structured_outputs=form)
+    assert caught.value.param == "structured_outputs"
+
+
+def test_a_compiled_form_is_not_changed_by_its_use():
+    texts = [write({"regex": "[ab]{8}"}, seed=3) for _ in range(2)]
+    assert texts[0] == texts[1]
+
+
+def test_schemas_that_allow_all_or_nothing():
+    texts = [write({"json": True}, seed, likely=ENDS) for seed in range(10)]
+    assert any(texts)
+    for text in filter(None, texts):
+        json.loads(text)
+    with pytest.raises(InvalidRequest, match="nothing satisfies"):
+        VOCABULARY.grammars.compile(StructuredOutput(json=False))
