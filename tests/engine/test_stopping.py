@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from spolia.engine import SamplingParams
+from spolia.generation import PatternTextStream, StopPattern
 
 from .toy import EOS, answer, run, submit, toy_answer, toy_engine
 
@@ -128,3 +131,70 @@ def test_sampled_answers_do_not_depend_on_the_batch():
 def test_timings_are_in_order():
     timings = answer(toy_engine(), PROMPT, greedy()).timings
     assert 0 < timings.queue_s < timings.first_token_s < timings.total_s
+
+
+def test_a_regular_expression_ends_the_answer_after_its_first_match():
+    reply = toy_answer(PROMPT, 40)
+    text = bytes(t for t in reply if t < 256).decode(errors="replace")
+    third = re.escape(text[9])
+    output = answer(toy_engine(), PROMPT, greedy(stop_regex=f"{re.escape(text[7])}.{third}"))
+    assert output.text == text[:10]
+    assert output.finish_reason == "stop"
+    assert output.stop_reason == f"{re.escape(text[7])}.{third}"
+
+
+def test_a_match_in_the_middle_of_a_token_cuts_the_text_there():
+    pattern = StopPattern("[0-9]{2}")
+    stream = PatternTextStream({0: b"abc1", 1: b"2de"}.__getitem__, pattern=pattern)
+    assert stream.feed(0).text == "abc1"
+    assert stream.feed(1) == ("2", "[0-9]{2}")
+
+
+def test_below_min_tokens_a_match_does_not_end_the_answer():
+    output = answer(toy_engine(), PROMPT, greedy(stop_regex="(?s:.)", min_tokens=5))
+    assert len(output.token_ids) > 5
+
+
+def test_an_expression_that_would_drown_a_backtracking_matcher_does_not_hold_up_the_engine():
+    stream = PatternTextStream(lambda _: b"a" * 40, pattern=StopPattern("(a+)+b"))
+    for _ in range(50):
+        assert stream.feed(0).stop is None
+
+
+def test_an_answer_ends_when_its_time_is_up():
+    """The toy's clock moves a millisecond at each look."""
+    output = answer(toy_engine(), PROMPT, greedy(max_time=0.02, max_tokens=400))
+    assert 0 < len(output.token_ids) < 20
+    assert (output.finish_reason, output.stop_reason) == ("length", "max_time")
+
+
+def test_the_last_token_of_a_prompt_is_healed():
+    """Its text is written anew by whatever tokens the model prefers, and not shown again."""
+    healed = answer(toy_engine(), [5, 6, 97], greedy(token_healing=True))
+    assert healed.prompt_token_ids == (5, 6)
+    assert healed.token_ids[0] == 97  # the toy's vocabulary has one token that begins with this byte
+    plain = answer(toy_engine(), [5, 6, 97], greedy())
+    assert healed.token_ids[1:40] == plain.token_ids[:39]
+    assert healed.text == bytes(t for t in healed.token_ids[1:] if t < 256).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"truncate": "head"}, list(range(52, 100))),
+        ({"truncate": "middle"}, [*range(24), *range(76, 100)]),
+        ({"truncate_prompt_tokens": 10}, list(range(90, 100))),
+        ({"truncate_prompt_tokens": 200, "truncate": "head"}, list(range(52, 100))),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_cut_as_asked_and_the_answer_says_so(options, kept):
+    engine = toy_engine(max_context=64)
+    output = answer(engine, list(range(100)), greedy(max_tokens=16, **options))
+    assert list(output.prompt_token_ids) == kept
+    assert output.num_truncated_tokens == 100 - len(kept)
+    assert list(output.token_ids) == toy_answer(kept, 16)
+
+
+def test_a_prompt_that_fits_is_not_cut():
+    output = answer(toy_engine(), PROMPT, greedy(truncate="middle", truncate_prompt_tokens=3))
+    assert output.num_truncated_tokens == 0

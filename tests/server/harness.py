@@ -16,6 +16,7 @@ import uvicorn
 from engine.toy import ByteTokenizer, toy_engine
 from spolia.engine import AsyncEngine, RequestOutput, StepStats
 from spolia.errors import InvalidRequest
+from spolia.models.tokenizer import SpecialTokens
 from spolia.server import ServerConfig, create_app, listen
 
 __all__ = ["ChattyToy", "Pace", "chatty_engine", "eventually", "metric", "serving"]
@@ -24,7 +25,10 @@ __all__ = ["ChattyToy", "Pace", "chatty_engine", "eventually", "metric", "servin
 class TextTokenizer(ByteTokenizer):
     """A token is a byte, also on the way back to text."""
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+    adds_bos = False
+    special = SpecialTokens()
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: Any, *, skip_special: bool = True) -> str:

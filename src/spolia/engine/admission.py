@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from spolia.engine.request import Request
 from spolia.errors import InvalidRequest
-from spolia.generation import SamplingParams, Vocabulary, build_pipeline
+from spolia.generation import Healing, SamplingParams, StopPattern, Vocabulary, build_pipeline
 from spolia.kvcache import Wish
 
 __all__ = ["Admission", "TextEncoder"]
@@ -82,7 +82,11 @@ class Admission:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params is {params!r}; give SamplingParams(...)", param="params")
         _check_salt(cache_salt)
-        token_ids = self._token_ids(prompt)
+        token_ids, num_truncated_tokens = self._fit(self._token_ids(prompt), params)
+        healing = None
+        if params.token_healing and len(token_ids) > 1 and not self.tokenizer.is_special(int(token_ids[-1])):
+            taken_back = self.tokenizer.token_bytes(int(token_ids[-1]))
+            token_ids, healing = token_ids[:-1], Healing(taken_back, self.vocabulary)
         final_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
         if params.min_tokens and len(final_ids) >= self.vocab_size:
             raise InvalidRequest(
@@ -98,7 +102,12 @@ class Admission:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             namespace=self.namespace(cache_salt),
             final_ids=final_ids,
-            pipeline=build_pipeline(params, self.vocabulary, max_tokens=max_tokens, known=self.processors),
+            pipeline=build_pipeline(
+                params, self.vocabulary, max_tokens=max_tokens, known=self.processors, first=healing
+            ),
+            stop_pattern=None if params.stop_regex is None else StopPattern(params.stop_regex),
+            num_skipped_bytes=0 if healing is None else len(taken_back),
+            num_truncated_tokens=num_truncated_tokens,
             arrival_s=self.clock(),
             wishes=tuple(wishes),
         )
@@ -121,6 +130,18 @@ class Admission:
                 param="prompt",
             )
         return wide.astype(np.int32)
+
+    def _fit(self, token_ids: NDArray[np.int32], params: SamplingParams) -> tuple[NDArray[np.int32], int]:
+        """The prompt as far as `params` want it and the context has room for it, and how many tokens were dropped."""
+        kept = token_ids
+        if params.truncate_prompt_tokens is not None:
+            kept = kept[-params.truncate_prompt_tokens :]
+        wanted = params.max_tokens if params.max_tokens is not None else max(params.min_tokens, 1)
+        room = min(self.max_context, self.fitting_tokens) - wanted
+        if params.truncate != "none" and 0 < room < len(kept):
+            num_first = room // 2 if params.truncate == "middle" else 0
+            kept = np.concatenate([kept[:num_first], kept[len(kept) - room + num_first :]])
+        return kept, len(token_ids) - len(kept)
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         limit = min(self.max_context, self.fitting_tokens)

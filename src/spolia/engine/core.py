@@ -13,7 +13,7 @@ from spolia.engine.request import Request, Sequence
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
 from spolia.errors import InvalidRequest, ModelError, SpoliaError
-from spolia.generation import Sampler, Samples, TextStream
+from spolia.generation import PatternTextStream, Sampler, Samples, TextStream
 from spolia.kernels import BLOCK_SIZE, Executable
 from spolia.kvcache import KVCache
 
@@ -111,7 +111,14 @@ class EngineCore:
 
     def submit(self, request: Request) -> None:
         params = request.params
-        text = TextStream(self._token_bytes, stop=params.stop, keep_stop=params.include_stop_str_in_output)
+        token_bytes = self._token_bytes
+        if request.num_skipped_bytes:
+            token_bytes = _without_first(request.num_skipped_bytes, token_bytes)
+        keep_stop, pattern = params.include_stop_str_in_output, request.stop_pattern
+        if pattern is None:
+            text = TextStream(token_bytes, stop=params.stop, keep_stop=keep_stop)
+        else:
+            text = PatternTextStream(token_bytes, pattern=pattern, stop=params.stop, keep_stop=keep_stop)
         sequence = Sequence(request, text)
         self._by_id[request.request_id] = sequence
         self._scheduler.submit(sequence)
@@ -193,6 +200,8 @@ class EngineCore:
                 self._fail(sequence)
                 continue
             text = sequence.append(token_id)
+            if sequence.request.params.max_time is not None:
+                text += sequence.end_early(now_s)
             if logprobs is None:
                 delta = Delta(text, (token_id,))
             else:
@@ -261,3 +270,16 @@ class EngineCore:
             ),
             ledger=tuple(self.cache.ledger()),
         )
+
+
+def _without_first(num_bytes: int, token_bytes: Callable[[int], bytes]) -> Callable[[int], bytes]:
+    """`token_bytes` of a stream whose first bytes are not to be shown."""
+    left = num_bytes
+
+    def shown(token_id: int) -> bytes:
+        nonlocal left
+        token = token_bytes(token_id)
+        skipped, left = min(left, len(token)), max(0, left - len(token))
+        return token[skipped:]
+
+    return shown

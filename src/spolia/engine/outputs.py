@@ -38,9 +38,11 @@ class RequestOutput:
         text: the generated text; without the end-of-text token, and cut before a stop string unless asked otherwise.
         logprobs: one entry a generated token where asked for, else None.
         finish_reason: "stop" (end-of-text token, stop id or stop string), "length" or "abort".
-        stop_reason: the stop string or stop id that ended it; None for the model's own end-of-text token.
+        stop_reason: the stop string, regular expression or stop id that ended it, or "max_time"; None for the model's
+            own end-of-text token.
         num_cached_tokens: prompt tokens whose KV was reused.
         explanation: why the other prompt tokens were not; None if the request was aborted before it was looked up.
+        num_truncated_tokens: dropped from the prompt, which was too long; 0 unless that was asked for.
         seed: the one that was used; passing it again gives the same answer.
         namespace: who may share its KV.
         outcome: how it ended, for retention.
@@ -64,6 +66,7 @@ class RequestOutput:
     outcome: Outcome = Outcome.TURN
     ranges: tuple[TokenRange, ...] = ()
     evicted_age_s: float | None = None
+    num_truncated_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

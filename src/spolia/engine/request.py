@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from spolia.engine.outputs import FinishReason, RequestOutput, Timings
 from spolia.errors import Bug
-from spolia.generation import Pipeline, RowSampling, SamplingParams, TextStream, TokenLogprobs
+from spolia.generation import Pipeline, RowSampling, SamplingParams, StopPattern, TextStream, TokenLogprobs
 from spolia.kvcache import Explanation, Lease, Outcome, TokenRange, Wish, attribute
 
 __all__ = ["Request", "Sequence"]
@@ -42,6 +42,9 @@ class Request:
         final_ids: generating one of these ends the answer.
         arrival_s: when it was submitted, by the engine's clock.
         wishes: how long its KV is worth keeping, by token range.
+        stop_pattern: ends the answer where its text first matches.
+        num_skipped_bytes: of the answer's beginning, which the prompt has already shown.
+        num_truncated_tokens: dropped from the prompt, which was too long.
         pipeline: its logits processors, whose state is this one request's; None if it has none.
     """
 
@@ -55,6 +58,9 @@ class Request:
     arrival_s: float
     wishes: tuple[Wish, ...] = ()
     pipeline: Pipeline | None = None
+    stop_pattern: StopPattern | None = None
+    num_skipped_bytes: int = 0
+    num_truncated_tokens: int = 0
 
 
 def ends_in_tool_call(text: str) -> bool:
@@ -221,6 +227,15 @@ class Sequence:
         self.text_parts.append(text)
         return text
 
+    def end_early(self, now_s: float) -> str:
+        """End the answer if it has had its time; the text that was held back."""
+        limit_s = self.request.params.max_time
+        if limit_s is None or now_s - self.request.arrival_s < limit_s or self.finish_reason is not None:
+            return ""
+        self.finish_reason = "length"
+        self.stop_reason = "max_time"
+        return self.flush_text()
+
     def output(self, now_s: float) -> RequestOutput:
         """The whole answer, once `finish_reason` is set."""
         if self.finish_reason is None:
@@ -237,6 +252,7 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             explanation=self.explanation,
             seed=self.request.seed,
+            num_truncated_tokens=self.request.num_truncated_tokens,
             timings=Timings(
                 queue_s=None if self.first_step_s is None else self.first_step_s - arrival_s,
                 first_token_s=None if self.first_token_s is None else self.first_token_s - arrival_s,

@@ -6,11 +6,14 @@ its parameters, its seed and its position, to the bit, whoever its neighbours in
 
 from __future__ import annotations
 
+from spolia.generation.healing import Healing
 from spolia.generation.history import History
 from spolia.generation.params import FILTER_NAMES, MAX_LOGPROBS, SamplingParams
 from spolia.generation.pipeline import FILTERS, PROCESSORS, Pipeline, build_pipeline
 from spolia.generation.processors import Processor, Watermark, WatermarkDetector, import_processor
+from spolia.generation.reasoning import ReasoningPart, ReasoningSplitter
 from spolia.generation.sampler import RowSampling, Sampler, Samples, TokenLogprobs
+from spolia.generation.stop_regex import PatternTextStream, StopPattern
 from spolia.generation.structured import StructuredOutput
 from spolia.generation.text import TextStream, TextUpdate
 from spolia.generation.uniform import uniform
@@ -21,13 +24,18 @@ __all__ = [
     "FILTER_NAMES",
     "MAX_LOGPROBS",
     "PROCESSORS",
+    "Healing",
     "History",
+    "PatternTextStream",
     "Pipeline",
     "Processor",
+    "ReasoningPart",
+    "ReasoningSplitter",
     "RowSampling",
     "Sampler",
     "Samples",
     "SamplingParams",
+    "StopPattern",
     "StructuredOutput",
     "TextStream",
     "TextUpdate",

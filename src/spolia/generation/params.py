@@ -70,8 +70,19 @@ _POSITIVE = {
     "mirostat_tau": 100.0,
     "dry_base": 100.0,
 }
-_OPTIONAL_IDS = ("forced_bos_token_id", "forced_eos_token_id")
-_BOOLS = ("ignore_eos", "include_stop_str_in_output", "remove_invalid_values", "renormalize_logits")
+_OPTIONAL_INTEGERS = {
+    "max_tokens": (1, MAX_INT),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "forced_bos_token_id": (0, MAX_INT),
+    "truncate_prompt_tokens": (1, MAX_INT),
+    "thinking_budget": (0, MAX_INT),
+}
+_BOOLS = (
+    *("ignore_eos", "include_stop_str_in_output", "remove_invalid_values", "renormalize_logits", "token_healing"),
+)
+_TRUNCATIONS = ("none", "head", "middle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -95,6 +106,14 @@ class SamplingParams:
         ignore_eos: generate past the model's own end-of-text tokens.
         logprobs: report each token's log-probability and this many most likely alternatives (0 to 20). They are those
             of the model's distribution, before temperature and filters. None: do not.
+        prompt_logprobs: the same for the prompt's tokens, each after those before it. None: do not.
+        stop_regex: a regular expression (Rust's, no look-around); the answer ends after the first place that matches.
+        max_time: seconds after submission at which the answer ends, with finish reason "length".
+        truncate: what to do with a prompt that is too long: "none" refuses it, "head" drops its beginning, "middle" its
+            middle.
+        truncate_prompt_tokens: keep this many of the prompt's last tokens.
+        token_healing: take the prompt's last token back, and let the model write its text anew.
+        thinking_budget: most tokens between `reasoning_tags`; then the closing tag is forced.
         include_stop_str_in_output: keep the stop string, or the stop id's text, at the end of the text.
 
         repetition_penalty: tokens of prompt and answer have their logits divided by it (multiplied if negative).
@@ -158,6 +177,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop_regex: str | None = None
+    max_time: float | None = None
+    truncate: str = "none"
+    truncate_prompt_tokens: int | None = None
+    token_healing: bool = False
+    thinking_budget: int | None = None
+    reasoning_tags: tuple[str, str] = ("<think>", "</think>")
     include_stop_str_in_output: bool = False
 
     repetition_penalty: float = 1.0
@@ -206,8 +233,9 @@ class SamplingParams:
     logits_processors: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 1, MAX_INT)
+        for name, (lowest, highest) in _OPTIONAL_INTEGERS.items():
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), lowest, highest)
         for name, (lowest, highest) in _INTEGERS.items():
             check_integer(name, getattr(self, name), lowest, highest)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -219,14 +247,26 @@ class SamplingParams:
             check_number(name, getattr(self, name), low, high)
         for name, high in _POSITIVE.items():
             check_number(name, getattr(self, name), 0.0, high, above=True)
-        if self.seed is not None:
-            check_integer("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.logprobs is not None:
-            check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         for name in _BOOLS:
             check_bool(name, getattr(self, name))
         if self.mirostat not in (0, 2) or isinstance(self.mirostat, bool):
             raise InvalidRequest(f"mirostat is {self.mirostat!r}; it must be 0 (off) or 2", param="mirostat")
+        if self.max_time is not None:
+            check_number("max_time", self.max_time, 0.0, 1e9, above=True)
+        if self.stop_regex is not None and (not isinstance(self.stop_regex, str) or not self.stop_regex):
+            raise InvalidRequest(
+                f"stop_regex is {self.stop_regex!r}; it must be text, and not empty", param="stop_regex"
+            )
+        if self.truncate not in _TRUNCATIONS:
+            raise InvalidRequest(
+                f"truncate is {self.truncate!r}; it must be one of {', '.join(_TRUNCATIONS)}", param="truncate"
+            )
+        tags = strings("reasoning_tags", self.reasoning_tags, "a tag")
+        if len(tags) != 2:
+            raise InvalidRequest(
+                f"reasoning_tags is {tags!r}; it must be an opening and a closing tag", param="reasoning_tags"
+            )
+        self._set("reasoning_tags", tags)
         self._set("stop", strings("stop", self.stop, "a stop string"))
         self._set("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
         self._check_bans()
@@ -265,8 +305,6 @@ class SamplingParams:
     def _check_lists(self) -> None:
         breakers = strings("dry_sequence_breakers", self.dry_sequence_breakers, "a breaker")
         self._set("dry_sequence_breakers", breakers)
-        if self.forced_bos_token_id is not None:
-            check_integer("forced_bos_token_id", self.forced_bos_token_id, 0, MAX_INT)
         if self.forced_eos_token_id is not None:
             one_or_many = self.forced_eos_token_id
             ids = (one_or_many,) if isinstance(one_or_many, int | float | str) else one_or_many

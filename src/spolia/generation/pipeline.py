@@ -22,6 +22,7 @@ from spolia.generation.processors import biases, filters, length, penalties
 from spolia.generation.processors.base import Logits, Processor
 from spolia.generation.processors.own import own_processor
 from spolia.generation.processors.watermark import Watermark
+from spolia.generation.reasoning import ThinkingBudget
 from spolia.generation.structured import GrammarMask
 from spolia.generation.vocabulary import Vocabulary
 
@@ -157,6 +158,14 @@ def _remove_invalid(asked: Asked) -> Processor | None:
     return filters.RemoveInvalid() if asked.params.remove_invalid_values else None
 
 
+def _thinking_budget(asked: Asked) -> Processor | None:
+    params, encode = asked.params, asked.vocabulary.encode
+    if params.thinking_budget is None:
+        return None
+    opening, closing = (encode(tag) for tag in params.reasoning_tags)
+    return ThinkingBudget(params.thinking_budget, opening, closing)
+
+
 PROCESSORS: dict[str, Factory] = {
     "remove_invalid_values": _remove_invalid,
     "sequence_bias": _sequence_bias,
@@ -175,6 +184,7 @@ PROCESSORS: dict[str, Factory] = {
     "suppress_tokens": _suppress,
     "begin_suppress_tokens": _begin_suppress,
     "watermark": _watermark,
+    "thinking_budget": _thinking_budget,
     "forced_bos_token_id": _forced_bos,
     "forced_eos_token_id": _forced_eos,
 }
@@ -260,12 +270,14 @@ def build_pipeline(
     *,
     max_tokens: int,
     known: Mapping[str, Callable[..., Any]] | None = None,
+    first: Processor | None = None,
 ) -> Pipeline | None:
     """The processors that `params` ask for; None if there are none.
 
     Args:
         max_tokens: most tokens of the answer.
         known: own processors by name.
+        first: a processor to run before all others, which the caller has made.
 
     Raises:
         InvalidRequest: a token id that does not exist, an own processor that cannot be made, a form that cannot be
@@ -273,7 +285,8 @@ def build_pipeline(
     """
     asked = Asked(params, vocabulary, max_tokens)
     _check_ids(params, vocabulary.size)
-    processors = [made for factory in PROCESSORS.values() if (made := factory(asked)) is not None]
+    processors = [] if first is None else [first]
+    processors += [made for factory in PROCESSORS.values() if (made := factory(asked)) is not None]
     processors += [own_processor(entry, known or {}) for entry in params.logits_processors]
     form = None
     if params.structured_outputs is not None:

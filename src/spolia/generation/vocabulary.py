@@ -43,11 +43,24 @@ class Vocabulary:
         self.grammars = GrammarCompiler(
             size, tokens=self._marked_tokens, eos_token_ids=self.eos_token_ids, encode=encode
         )
+        self._along = lru_cache(maxsize=256)(self._find_along)
         self._containing = lru_cache(maxsize=64)(self._find_containing)
 
     def ids_containing(self, text: str) -> NDArray[np.int32]:
         """Tokens whose text has `text` in it. The first time takes a look at all of them."""
         return self._containing(text.encode())
+
+    def ids_along(self, text: bytes) -> NDArray[np.int32]:
+        """Tokens that begin with `text`, or that `text` begins with. The first time takes a look at all of them."""
+        return self._along(text)
+
+    def _find_along(self, text: bytes) -> NDArray[np.int32]:
+        found = []
+        for token_id in range(self.size):
+            token = self.token_bytes(token_id)
+            if token and (token.startswith(text) or text.startswith(token)) and not self.is_special(token_id):
+                found.append(token_id)
+        return np.array(found, np.int32)
 
     def _marked_tokens(self) -> list[bytes]:
         """Every token's bytes; a special one is marked as no text by a byte that UTF-8 does not have."""

@@ -144,6 +144,7 @@ class Answer:
             prompt_tokens=sum(len(output.prompt_token_ids) for output in firsts),
             completion_tokens=sum(len(output.token_ids) for output in self.outputs.values()),
             cached_tokens=sum(output.num_cached_tokens for output in firsts),
+            truncated_tokens=sum(output.num_truncated_tokens for output in firsts),
         )
 
     def explanation(self) -> dict[str, Any]:

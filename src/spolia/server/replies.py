@@ -32,9 +32,13 @@ __all__ = [
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """`cached_tokens`: prompt tokens whose KV was reused, never those recomputed after a preemption."""
+    """`cached_tokens`: prompt tokens whose KV was reused, never those recomputed after a preemption.
+
+    `truncated_tokens`: dropped from a prompt that was too long, as was asked for; left out where there are none.
+    """
 
     cached_tokens: int
+    truncated_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -44,9 +48,10 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int, truncated_tokens: int = 0) -> Usage:
         total_tokens = prompt_tokens + completion_tokens
-        return cls(prompt_tokens, completion_tokens, total_tokens, PromptTokensDetails(cached_tokens))
+        details = PromptTokensDetails(cached_tokens, truncated_tokens or UNSET)
+        return cls(prompt_tokens, completion_tokens, total_tokens, details)
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -21,6 +21,7 @@ _ALIASES = {
     "samplers": "filter_order",
     "min_new_tokens": "min_tokens",
     "typ_p": "typical_p",
+    "thinking_token_budget": "thinking_budget",
 }
 # Names in `samplers` that are ours under another name, or no filter of ours: penalties and DRY always come first.
 _FILTER_ALIASES = {"typ_p": "typical_p", "temp": "temperature"}
@@ -53,6 +54,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+
+    prompt_logprobs: int | None = None
+    stop_regex: str | None = None
+    max_time: float | None = None
+    truncate: str | None = None
+    truncate_prompt_tokens: int | None = None
+    token_healing: bool | None = None
+    thinking_budget: int | None = None
+    reasoning_tags: tuple[str, str] | None = None
 
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -110,6 +120,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     samplers: list[str] | None = None
     min_new_tokens: int | None = None
     typ_p: float | None = None
+    thinking_token_budget: int | None = None
 
     def given(self) -> dict[str, Any]:
         """Arguments for `SamplingParams`: what the client sent.

@@ -38,10 +38,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "prompt_logprobs": (),
-    "suffix": ("",),
     "tool_choice": ("none", "auto"),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 
@@ -84,10 +81,7 @@ class SamplingRequest(SamplingFields, kw_only=True):
     functions: Any = None
     length_penalty: Any = None
     modalities: Any = None
-    prompt_logprobs: Any = None
-    suffix: Any = None
     tool_choice: Any = None
-    truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
 
     @property
@@ -157,6 +151,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
+    suffix: str | None = None
 
     def sampling_params(self, choice: int) -> SamplingParams:
         """The parameters of one of `n` choices. Without `max_tokens`, 16, as OpenAI has it."""
