@@ -143,7 +143,7 @@ def tolerance(layer: Layer) -> float:
 
     With bf16 KV, AVX-512 rounds q and the weights to bf16 as well (vdpbf16ps); everything else is float32 throughout.
     """
-    return 2.5e-2 if (layer.level, layer.kv_dtype) == ("avx512", "bf16") else 2e-5
+    return 2.5e-2 if (layer.level, layer.kv_dtype) == ("avx512_bf16", "bf16") else 2e-5
 
 
 def assert_close(layer: Layer, out: Array, tokens: Tokens, start: int = 0) -> None:

@@ -103,7 +103,7 @@ struct Kv<KvType::F16> {
   }
 };
 
-#if defined(SPOLIA_LEVEL_avx512)
+#if defined(__AVX512BF16__)
 // vdpbf16ps: rows of Q and P are rounded to bf16, two to an operand.
 template <>
 struct Kv<KvType::BF16> {

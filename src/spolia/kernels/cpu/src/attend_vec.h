@@ -34,6 +34,13 @@ inline Vec keep(Vec v, int begin, int end, float fill) {
   return _mm512_mask_mov_ps(_mm512_set1_ps(fill), static_cast<__mmask16>(lanes), v);
 }
 inline Vec load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+#if !defined(__AVX512BF16__)
+// The even and the odd half of 16 interleaved bf16 pairs.
+inline Vec load_bf16_even(const uint16_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+inline Vec load_bf16_odd(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u))));
+}
+#endif
 
 #elif defined(SPOLIA_LEVEL_avx2)
 

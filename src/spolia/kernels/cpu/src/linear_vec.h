@@ -105,9 +105,18 @@ SPOLIA_INLINE void dots(Acc (&acc)[T][R], Rows q, Weights weights) {
 }
 SPOLIA_INLINE F to_float(Acc acc) { return _mm512_cvtepi32_ps(acc); }
 // acc[c] += w[c][0] * a[0] + w[c][1] * a[1]
+#if defined(__AVX512BF16__)
 SPOLIA_INLINE F dot_bf16(F acc, const uint8_t* w, const uint8_t* a) {
   return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32(four_bytes(a)));
 }
+#else
+SPOLIA_INLINE __m512 even_bf16(__m512i w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); }
+SPOLIA_INLINE __m512 odd_bf16(__m512i w) { return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(int32_t(0xffff0000)))); }
+SPOLIA_INLINE F dot_bf16(F acc, const uint8_t* w, const uint8_t* a) {
+  const __m512i v = _mm512_loadu_si512(w), x = _mm512_set1_epi32(four_bytes(a));
+  return fma(odd_bf16(v), odd_bf16(x), fma(even_bf16(v), even_bf16(x), acc));
+}
+#endif
 
 // 32 values to the nearest of 255 steps, ties to even; returns the largest magnitude, NaN if a value is not finite.
 SPOLIA_INLINE float quantise_32(const float* x, int8_t* q, int32_t (&sums)[2]) {
