@@ -2,13 +2,15 @@
 
 Each request's logits, at every token it generates, must equal to the bit those of the same request run alone, cold and
 in one piece. The schedules submit requests with shared prefixes at random moments, change the budget (so prompts are
-cut anywhere) and the number of threads, abort, clear the cache, and have pools so small that they preempt and evict.
+cut anywhere) and the number of threads, abort, clear the cache, and have pools so small that they preempt and evict;
+some offload to a folder, and restore from it after a restart.
 2,000 schedules in all, over the ISA levels that the machine has.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +21,12 @@ import pytest
 from numpy.typing import NDArray
 
 from spolia.engine import Admission, EngineCore, RequestOutput, SamplingParams
+from spolia.engine.storage import build_cache
 from spolia.generation import RowSampling, Sampler, Samples
 from spolia.kernels import Executable, KvDtype, allocate_pool
 from spolia.kernels.cpu import CpuExecutable, levels
-from spolia.kvcache import GroupSpec, KVCache, namespace_key
+from spolia.kvcache import GroupSpec, namespace_key
+from spolia.tiers import FolderBackend, HostBackend, Tier, TierUse
 
 from .tiny import VOCAB_SIZE, tiny_program
 from .toy import ByteTokenizer, FakeClock
@@ -32,6 +36,8 @@ NUM_REQUESTS = 60
 MAX_CONTEXT = 144
 MAX_BATCH_TOKENS = 128
 MAX_SEQUENCES = 6
+FOLDER_BYTES = 300_000  # some dozens of blocks: it evicts, too
+HOST_BYTES = 100_000
 
 # Weights, KV and windows of each layer: all paths through the kernels and the cache that matter here.
 VARIANTS: dict[str, tuple[str, KvDtype, tuple[int | None, ...]]] = {
@@ -68,14 +74,15 @@ class Setting:
     expected: dict[tuple[int, int], bytes]
     answers: list[RequestOutput]
 
-    def engine(self, num_blocks: int, sampler: Sampler) -> tuple[Admission, EngineCore]:
+    def engine(self, num_blocks: int, sampler: Sampler, tiers: Sequence[TierUse] = ()) -> tuple[Admission, EngineCore]:
         """An engine with an empty cache, on pools that hold NaN wherever nothing was written."""
         pools = [allocate_pool(num_blocks, self.executable.block_bytes(g)) for g in range(len(self.windows))]
         for pool in pools:
             pool[:] = 0xFF
         self.executable.bind_kv(pools)
         clock = FakeClock()
-        kv = KVCache([GroupSpec(num_blocks, window) for window in self.windows], clock=clock)
+        groups = [GroupSpec(num_blocks, window) for window in self.windows]
+        kv, tiering = build_cache(groups, pools, tiers, layout=self.executable.numerics, clock=clock, fetch="wait")
         core = EngineCore(
             self.executable,
             kv,
@@ -85,6 +92,7 @@ class Setting:
             max_context=MAX_CONTEXT,
             clock=clock,
             sampler=sampler,
+            tiering=tiering,
         )
         admission = Admission(
             tokenizer=ByteTokenizer(),
@@ -122,10 +130,10 @@ def setting(level: str, variant: str) -> Setting:
     return made
 
 
-def run_schedule(made: Setting, rng: random.Random) -> Counter[str]:
-    """One schedule; counts what happened in it."""
+def run_schedule(made: Setting, rng: random.Random, tiers: Sequence[TierUse] = ()) -> Counter[str]:
+    """One schedule; counts what happened in it. Tiers that an earlier schedule filled make it a restart."""
     sampler = CheckedSampler(made.expected)
-    admission, core = made.engine(num_blocks=rng.choice([9, 10, 12, 30]), sampler=sampler)
+    admission, core = made.engine(num_blocks=rng.choice([9, 10, 12, 30]), sampler=sampler, tiers=tiers)
     waiting = [rng.randrange(NUM_REQUESTS) for _ in range(rng.randrange(2, 8))]
     submitted: dict[str, int] = {}
     happened: Counter[str] = Counter()
@@ -135,7 +143,9 @@ def run_schedule(made: Setting, rng: random.Random) -> Counter[str]:
             request = admission.admit(*made.requests[index], request_id=f"{len(submitted)}")
             submitted[request.request_id] = index
             core.submit(request)
-        event = rng.random()
+        event = rng.random() if core.idle_s == 0 else 1.0
+        if core.idle_s != 0:
+            time.sleep(0.0005)  # a restore is under way
         if event < 0.3:
             core.set_max_batch_tokens(rng.randrange(MAX_SEQUENCES, MAX_BATCH_TOKENS + 1))
         elif event < 0.35:
@@ -149,8 +159,10 @@ def run_schedule(made: Setting, rng: random.Random) -> Counter[str]:
                 continue
             happened[delta.output.finish_reason] += 1
             happened["reused tokens"] += delta.output.num_cached_tokens
+            happened["restored tokens"] += sum(delta.output.num_restored_tokens.values())
             if delta.output.finish_reason != "abort":
                 assert delta.output.token_ids == made.answers[submitted[request_id]].token_ids
+    core.close()
     core.cache.check()
     assert all(ledger.leased == 0 for ledger in core.cache.ledger())
     happened["preemptions"] += core.stats.counters.num_preemptions
@@ -161,22 +173,29 @@ def run_schedule(made: Setting, rng: random.Random) -> Counter[str]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("level", levels())
-def test_no_schedule_changes_a_bit_of_any_answer(level, variant):
+def test_no_schedule_changes_a_bit_of_any_answer(level, variant, tmp_path):
     made = setting(level, variant)
     assert len(made.answers) == NUM_REQUESTS
     happened: Counter[str] = Counter()
     for seed in range(-(-NUM_SCHEDULES // (len(levels()) * len(VARIANTS)))):
+        # Every fourth has other tiers: memory, or a folder where it finds what the one before has left, or both.
+        host = TierUse(Tier("host", HostBackend(HOST_BYTES)), "write_back", is_exclusive=True)
+        disk = TierUse(
+            Tier("disk", FolderBackend(tmp_path, FOLDER_BYTES)), "write_back" if seed % 16 else "write_through"
+        )
+        tiers = [[host], [], [], [], [disk], [], [], [], [host, disk], [], [], []][seed % 12]
         try:
-            happened += run_schedule(made, random.Random(seed))
+            happened += run_schedule(made, random.Random(seed), tiers)
         except AssertionError as error:
             raise AssertionError(f"schedule {seed}: {error}") from error
     # What the schedules are for did happen, often.
     assert happened["length"] > 500
     assert happened["abort"] > 20
-    assert happened["preemptions"] > 15
+    assert happened["preemptions"] > 8
     assert happened["evicted tokens"] > 1_000
     assert happened["copied blocks"] > 50
     assert happened["reused tokens"] > 5_000
+    assert happened["restored tokens"] > 500
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -7,7 +7,8 @@ another prompt gives other logits than `toy_logits(prefix)`, and mostly another 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
@@ -17,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.engine import Admission, Engine, EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
+from spolia.engine.storage import build_cache
 from spolia.kernels import BLOCK_SIZE, StepInputs
-from spolia.kvcache import GroupSpec, KVCache, namespace_key
+from spolia.kvcache import GroupSpec, namespace_key
+from spolia.tiers import FetchPolicy, Tier, TierUse
 
 VOCAB_SIZE = 257
 EOS = 256
@@ -156,13 +159,22 @@ def toy_engine(
     eos_token_ids: Sequence[int] = (),
     processors: Mapping[str, Any] | None = None,
     stream_interval_ms: float = 16.0,
+    tiers: Sequence[Tier | TierUse] = (),
+    fetch: FetchPolicy = "wait",
+    fetch_timeout_s: float = 1.0,
+    clock: Callable[[], float] | None = None,
 ) -> Engine:
     """An engine on the toy, with the cache checked after each step."""
     executable = ToyExecutable(windows)
     counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else num_blocks
-    executable.bind_kv([np.zeros((n, executable.block_bytes(0)), np.uint8) for n in counts])
-    clock = FakeClock()
-    cache = KVCache([GroupSpec(n, window) for n, window in zip(counts, windows, strict=True)], clock=clock)
+    pools = [np.zeros((n, executable.block_bytes(0)), np.uint8) for n in counts]
+    executable.bind_kv(pools)
+    clock = clock or FakeClock()
+    groups = [GroupSpec(n, window) for n, window in zip(counts, windows, strict=True)]
+    uses = [tier if isinstance(tier, TierUse) else TierUse(tier) for tier in tiers]
+    cache, tiering = build_cache(
+        groups, pools, uses, layout="toy", clock=clock, fetch=fetch, fetch_timeout_s=fetch_timeout_s
+    )
     tokenizer = ByteTokenizer()
     core = EngineCore(
         executable,
@@ -174,6 +186,7 @@ def toy_engine(
         clock=clock,
         observer=observer,
         sampler=sampler,
+        tiering=tiering,
         check=True,
     )
     fitting = max((n for n in range(max_context) if cache.fits(n, max_batch_tokens)), default=0) + 1
@@ -213,6 +226,8 @@ def run(engine: Engine, max_steps: int = 10_000) -> dict[str, RequestOutput]:
     for _ in range(max_steps):
         if not engine.core.has_work:
             return outputs
+        if engine.core.idle_s != 0:
+            time.sleep(0.001)  # others bring what it waits for
         for request_id, delta in engine.core.step():
             if delta.output is not None:
                 outputs[request_id] = delta.output

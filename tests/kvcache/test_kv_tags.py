@@ -21,8 +21,8 @@ class TaggingWorld(World):
         self.cache = KVCache(groups, clock=self.clock, on_evict=self.on_evict)
         self.evicted: list[bytes] = []
 
-    def on_evict(self, group, ids) -> None:
-        for block, tag in zip(ids.tolist(), self.cache.tags(group, ids), strict=True):
+    def on_evict(self, group, ids, tags) -> None:
+        for block, tag in zip(ids.tolist(), tags, strict=True):
             if tag is not None:
                 assert digest_tag(self.memory[group][block, -1]) == tag, "the block holds something else"
                 self.evicted.append(tag)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from spolia.tiers import FolderBackend, StorageBackend
+from spolia.tiers import FolderBackend, HostBackend, StorageBackend
 
 Maker = Callable[[Path, int | None], AbstractContextManager[StorageBackend]]
 """From an empty folder and a capacity in bytes."""
@@ -17,7 +17,12 @@ def folder_backend(folder: Path, capacity_bytes: int | None) -> Iterator[Storage
     yield FolderBackend(folder / "kv", capacity_bytes)
 
 
-BACKENDS: dict[str, Maker] = {"folder": folder_backend}
+@contextmanager
+def host_backend(folder: Path, capacity_bytes: int | None) -> Iterator[StorageBackend]:
+    yield HostBackend(1 << 30 if capacity_bytes is None else capacity_bytes)
 
-BOUNDED = ["folder"]
+
+BACKENDS: dict[str, Maker] = {"folder": folder_backend, "host": host_backend}
+
+BOUNDED = ["folder", "host"]
 """Those that keep to a capacity."""

@@ -74,8 +74,9 @@ class FaultyBackend:
         for key in keys:
             self.values.pop(key, None)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes]) -> list[bool]:
         self._enter("touch")
+        return [key in self.values for key in keys]
 
     def health(self) -> Health:
         return Health(len(self.values), sum(map(len, self.values.values())), None)

@@ -40,7 +40,7 @@ def payload_of(header: ExtentHeader) -> bytes:
 def extent_of(header: ExtentHeader, sealer: Sealer | None = None) -> memoryview:
     """The whole extent, sealed."""
     encoded = header.encode()
-    extent = bytearray(extent_bytes(encoded, header.payload_bytes))
+    extent = bytearray(extent_bytes(len(encoded), header.payload_bytes))
     extent[: len(encoded)] = encoded
     extent[len(encoded) : -SEAL_BYTES] = payload_of(header)
     (sealer or Checksum()).seal(memoryview(extent))

@@ -15,6 +15,8 @@ from spolia.cli.flags import (
     FrequencyPenaltyFlag,
     GrammarFlag,
     JsonSchemaFlag,
+    KvDiskFlag,
+    KvDiskSizeFlag,
     KvDtypeFlag,
     KvMemoryFlag,
     KvPolicyFlag,
@@ -113,6 +115,8 @@ def serve(
     ] = None,
     kv_dtype: KvDtypeFlag = None,
     kv_memory: KvMemoryFlag = None,
+    kv_disk: KvDiskFlag = None,
+    kv_disk_size: KvDiskSizeFlag = None,
     kv_policy: KvPolicyFlag = None,
     threads: ThreadsFlag = None,
     max_context: MaxContextFlag = None,
@@ -130,6 +134,8 @@ def serve(
     engine = EngineFlags(
         kv_dtype=kv_dtype,
         kv_memory=kv_memory,
+        kv_disk=kv_disk,
+        kv_disk_size=kv_disk_size,
         kv_policy=kv_policy,
         num_threads=threads,
         max_context=max_context,
@@ -162,6 +168,8 @@ def generate(
     param: ParamFlag = None,
     kv_dtype: KvDtypeFlag = None,
     kv_memory: KvMemoryFlag = None,
+    kv_disk: KvDiskFlag = None,
+    kv_disk_size: KvDiskSizeFlag = None,
     threads: ThreadsFlag = None,
     max_context: MaxContextFlag = None,
     check: CheckFlag = None,
@@ -186,7 +194,13 @@ def generate(
         more=param,
     )
     engine = EngineFlags(
-        kv_dtype=kv_dtype, kv_memory=kv_memory, num_threads=threads, max_context=max_context, check=check
+        kv_dtype=kv_dtype,
+        kv_memory=kv_memory,
+        kv_disk=kv_disk,
+        kv_disk_size=kv_disk_size,
+        num_threads=threads,
+        max_context=max_context,
+        check=check,
     )
     run(model, prompt, raw=raw, system=system, sampling=sampling, engine=engine)
 
@@ -208,6 +222,8 @@ def chat(
     param: ParamFlag = None,
     kv_dtype: KvDtypeFlag = None,
     kv_memory: KvMemoryFlag = None,
+    kv_disk: KvDiskFlag = None,
+    kv_disk_size: KvDiskSizeFlag = None,
     threads: ThreadsFlag = None,
     max_context: MaxContextFlag = None,
     check: CheckFlag = None,
@@ -229,7 +245,13 @@ def chat(
         more=param,
     )
     engine = EngineFlags(
-        kv_dtype=kv_dtype, kv_memory=kv_memory, num_threads=threads, max_context=max_context, check=check
+        kv_dtype=kv_dtype,
+        kv_memory=kv_memory,
+        kv_disk=kv_disk,
+        kv_disk_size=kv_disk_size,
+        num_threads=threads,
+        max_context=max_context,
+        check=check,
     )
     run(model, system=system, sampling=sampling, engine=engine)
 

@@ -24,6 +24,8 @@ __all__ = [
     "FrequencyPenaltyFlag",
     "GrammarFlag",
     "JsonSchemaFlag",
+    "KvDiskFlag",
+    "KvDiskSizeFlag",
     "KvDtypeFlag",
     "KvMemoryFlag",
     "KvPolicyFlag",
@@ -89,6 +91,23 @@ KvPolicyFlag = Annotated[
         metavar="NAME",
         help="What goes first when the cache is full: lru (default), lfu, slru, s3fifo, fifo, ttl, priority, cost, "
         "lifecycle, or your own as package.module:Class.",
+    ),
+]
+KvDiskFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-disk",
+        metavar="DIR",
+        help="Keep KV in this folder, too: it outlives the process. Default: in memory only.",
+    ),
+]
+KvDiskSizeFlag = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-disk-size",
+        metavar="SIZE",
+        parser=parse_size,
+        help="Most that --kv-disk may hold, like 20GiB. Default: half of what is free there.",
     ),
 ]
 ThreadsFlag = Annotated[int | None, typer.Option("--threads", help="Compute threads. Default: one per physical core.")]
@@ -174,6 +193,8 @@ class EngineFlags:
     kv_dtype: str | None = None
     kv_memory: int | None = None
     kv_policy: str | None = None
+    kv_disk: str | None = None
+    kv_disk_size: int | None = None
     num_threads: int | None = None
     max_context: int | None = None
     stream_interval_ms: float | None = None

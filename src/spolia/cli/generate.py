@@ -53,7 +53,9 @@ def figures(output: RequestOutput, total_s: float) -> str:
     """One line: tokens, speed, first token, reuse."""
     num_tokens = len(output.token_ids)
     first_s = output.timings.first_token_s or total_s
-    parts = [f"{len(output.prompt_token_ids)} tokens in, {output.num_cached_tokens} reused", f"{num_tokens} out"]
+    restored = "".join(f", {count} from {tier}" for tier, count in output.num_restored_tokens.items())
+    reused = f"{output.num_cached_tokens} reused{restored}"
+    parts = [f"{len(output.prompt_token_ids)} tokens in, {reused}", f"{num_tokens} out"]
     if num_tokens > 1 and total_s > first_s:
         parts.append(f"{(num_tokens - 1) / (total_s - first_s):.0f} tok/s")
     parts.append(f"first after {1e3 * first_s:.0f} ms")

@@ -26,6 +26,7 @@ from spolia.engine.scheduler import Scheduler, StepPlan
 from spolia.generation import SamplingParams, StructuredOutput, TokenLogprobs
 from spolia.kvcache import DEFAULT_PRIORITY, Explanation, Ledger, MissReason, Outcome, TokenRange, Wish
 from spolia.models import Model, load
+from spolia.tiers import TierState, TierStats
 
 __all__ = [
     "DEFAULT_PRIORITY",
@@ -54,6 +55,8 @@ __all__ = [
     "StepPlan",
     "StepStats",
     "StructuredOutput",
+    "TierState",
+    "TierStats",
     "Timings",
     "TokenLogprobs",
     "TokenRange",

@@ -12,6 +12,7 @@ from spolia.engine.admission import Admission
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer
 from spolia.engine.memory import default_num_threads, split_blocks
+from spolia.engine.storage import build_cache, open_tiers
 from spolia.errors import InvalidRequest
 from spolia.generation import import_processor
 from spolia.kernels import BLOCK_SIZE, allocate_pool, get_backend
@@ -77,9 +78,21 @@ def build_engine(
         max_sequences=max_sequences,
         max_batch_tokens=config.max_batch_tokens,
     )
-    executable.bind_kv([allocate_pool(count, size) for count, size in zip(num_blocks, block_bytes, strict=True)])
+    pools = [allocate_pool(count, size) for count, size in zip(num_blocks, block_bytes, strict=True)]
+    executable.bind_kv(pools)
     groups = [GroupSpec(count, window) for count, window in zip(num_blocks, windows, strict=True)]
-    cache = KVCache(groups, clock=clock, policy=policy)
+    layout = f"{executable.numerics}/{config.kv_dtype}"
+    uses, config = open_tiers(config)
+    cache, tiering = build_cache(
+        groups,
+        pools,
+        uses,
+        layout=layout,
+        clock=clock,
+        policy=policy,
+        fetch=config.kv_fetch,
+        fetch_timeout_s=config.kv_fetch_timeout_s,
+    )
     fitting_tokens = _fitting_tokens(cache, max_context, config.max_batch_tokens)
     if config.max_context is None:
         max_context = min(max_context, fitting_tokens)
@@ -92,6 +105,7 @@ def build_engine(
         max_context=max_context,
         clock=clock,
         observer=observer,
+        tiering=tiering,
         check=config.check,
     )
     # Everything that KV bits depend on besides the tokens. The digest covers weights and config.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args
 
 from spolia.errors import InvalidRequest
 from spolia.kernels import BACKENDS, KvDtype
+from spolia.tiers import FetchPolicy, WritePolicy
 
 __all__ = ["EngineConfig"]
 
@@ -30,6 +33,15 @@ class EngineConfig:
         max_sequences: most sequences that run at a time, each of which needs a token a step; more wait.
         stream_interval_ms: `AsyncEngine`'s streams get what was generated at most this often, but for an answer's first
             token and its end, which come at once. 0: every token on its own.
+        kv_disk: folder in which KV outlives the process; None: none does.
+        kv_disk_size: bytes in that folder; None: half of what is free there, what it holds already included.
+        kv_host: bytes of memory for KV that the pools had to give up; None: none.
+        kv_write: when blocks are written below memory: "write_through" (as they are computed), "write_back" (when they
+            have to leave memory), "selective" (when they have served `kv_min_uses` requests).
+        kv_min_uses: see `kv_write`.
+        kv_fetch: who waits for KV from other tiers: "planned" (as long as that is sooner than computing it), "wait",
+            "timeout" (for `kv_fetch_timeout_s` at most), "best_effort" (nobody).
+        kv_fetch_timeout_s: see `kv_fetch`.
         backend: a key of `kernels.BACKENDS`: "cpu", or "reference" (slow, exact numpy).
         cache_salt: engine-wide secret mixed into every namespace, so that nobody outside can guess keys.
         processors: makers of logits processors that requests may use by name, as "NAME=module:Class".
@@ -44,6 +56,13 @@ class EngineConfig:
     max_batch_tokens: int = 256
     max_sequences: int = 64
     stream_interval_ms: float = 16.0
+    kv_disk: str | Path | None = None
+    kv_disk_size: int | None = None
+    kv_host: int | None = None
+    kv_write: WritePolicy = "write_through"
+    kv_min_uses: int = 2
+    kv_fetch: FetchPolicy = "planned"
+    kv_fetch_timeout_s: float = 1.0
     backend: str = "cpu"
     cache_salt: str = ""
     processors: tuple[str, ...] = ()
@@ -53,6 +72,16 @@ class EngineConfig:
         if self.kv_dtype not in get_args(KvDtype):
             raise InvalidRequest(
                 f"kv_dtype is {self.kv_dtype!r}; it must be one of {', '.join(get_args(KvDtype))}", param="kv_dtype"
+            )
+        for name, allowed in (("kv_write", get_args(WritePolicy)), ("kv_fetch", get_args(FetchPolicy))):
+            if getattr(self, name) not in allowed:
+                raise InvalidRequest(
+                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}", param=name
+                )
+        if not 0 <= self.kv_fetch_timeout_s < math.inf:
+            raise InvalidRequest(
+                f"kv_fetch_timeout_s is {self.kv_fetch_timeout_s}; it must be a number of seconds, 0 or more",
+                param="kv_fetch_timeout_s",
             )
         if self.backend not in BACKENDS:
             raise InvalidRequest(
@@ -65,7 +94,16 @@ class EngineConfig:
                     f"processors holds {entry!r}; write NAME=module:Class, such as quiet=my_package.processors:Quiet",
                     param="processors",
                 )
-        for name in ("kv_memory", "num_threads", "max_context", "max_batch_tokens", "max_sequences"):
+        for name in (
+            "kv_memory",
+            "num_threads",
+            "max_context",
+            "max_batch_tokens",
+            "max_sequences",
+            "kv_disk_size",
+            "kv_host",
+            "kv_min_uses",
+        ):
             value = getattr(self, name)
             if value is None:
                 continue
@@ -78,6 +116,10 @@ class EngineConfig:
             raise InvalidRequest(
                 f"stream_interval_ms is {interval!r}; it must be a number from 0 to {_MAX_INTERVAL_MS}",
                 param="stream_interval_ms",
+            )
+        if self.kv_disk is None and self.kv_disk_size is not None:
+            raise InvalidRequest(
+                f"kv_disk_size is {self.kv_disk_size}, but kv_disk names no folder; name one", param="kv_disk_size"
             )
         if self.num_threads is not None and self.num_threads > _MAX_THREADS:
             raise InvalidRequest(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from spolia.engine.outputs import Counters, Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request, Sequence
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
+from spolia.engine.tiering import Tiering
 from spolia.errors import InvalidRequest, ModelError, SpoliaError
 from spolia.generation import PatternTextStream, Sampler, Samples, TextStream
 from spolia.kernels import BLOCK_SIZE, Executable
@@ -53,6 +54,7 @@ class EngineCore:
         token_bytes: text of a token; b"" for special ones.
         max_context: most tokens of a sequence.
         clock: seconds; only differences matter.
+        tiering: where KV goes to and comes from beyond the pools; None: nowhere.
         check: verify the cache's invariants after each step.
     """
 
@@ -68,6 +70,7 @@ class EngineCore:
         clock: Callable[[], float],
         observer: Observer | None = None,
         sampler: Sampler | None = None,
+        tiering: Tiering | None = None,
         check: bool = False,
     ) -> None:
         self.cache = cache
@@ -76,6 +79,7 @@ class EngineCore:
         self._clock = clock
         self._observer = observer
         self._sampler = sampler or Sampler(executable.vocab_size)
+        self._tiering = tiering
         self._check = check
         self._max_batch_tokens = max_batch_tokens
         self._scheduler = Scheduler(cache, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
@@ -91,7 +95,8 @@ class EngineCore:
         self._num_steps = self._num_computed = self._num_recomputed = self._num_generated = self._num_preemptions = 0
         self._num_prompt = self._num_cached = 0
         self._num_finished: Counter[str] = Counter()
-        self.stats = self._snapshot()
+        self._num_restored: Counter[str] = Counter()
+        self._stats = self._snapshot()
 
     def set_max_batch_tokens(self, max_batch_tokens: int) -> None:
         """Change the token budget of the next steps: from one a lane to what the engine was made with. Answers stay.
@@ -105,9 +110,31 @@ class EngineCore:
         self._scheduler.max_batch_tokens = max_batch_tokens
 
     @property
+    def stats(self) -> EngineStats:
+        """As of the last step; the tiers as of now. Any thread."""
+        return self._stats if self._tiering is None else replace(self._stats, tiers=self._tiering.stats())
+
+    @property
     def has_work(self) -> bool:
-        """Whether `step` would compute or return anything."""
+        """Whether there are requests that have not been answered to the end."""
         return bool(self._by_id or self._deltas)
+
+    @property
+    def idle_s(self) -> float | None:
+        """For how long `step` would find nothing to do unless something arrives: 0: not at all; None: for ever."""
+        if self._deltas or self._scheduler.num_waiting or self._scheduler.num_running:
+            return 0.0
+        return None if self._tiering is None else self._tiering.idle_s
+
+    def set_waker(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on any thread, when something arrives that `step` should see to."""
+        if self._tiering is not None:
+            self._tiering.set_waker(wake)
+
+    def close(self, flush_s: float = 10.0) -> None:
+        """Write what is to outlive the process, for so long at most, and end all I/O."""
+        if self._tiering is not None:
+            self._tiering.close(flush_s)
 
     def submit(self, request: Request) -> None:
         params = request.params
@@ -121,8 +148,9 @@ class EngineCore:
             text = PatternTextStream(token_bytes, pattern=pattern, stop=params.stop, keep_stop=keep_stop)
         sequence = Sequence(request, text)
         self._by_id[request.request_id] = sequence
-        self._scheduler.submit(sequence)
-        self.stats = self._snapshot()
+        if self._tiering is None or not self._tiering.begin(sequence):
+            self._scheduler.submit(sequence)
+        self._stats = self._snapshot()
 
     def abort(self, request_id: str) -> None:
         """End a request now, whatever it is doing; the next step returns its output. Ended requests are ignored."""
@@ -130,7 +158,7 @@ class EngineCore:
         if sequence is not None:
             sequence.finish_reason = "abort"
             self._finish(sequence, Delta(sequence.flush_text(), ()))
-            self.stats = self._snapshot()
+            self._stats = self._snapshot()
 
     def abort_all(self) -> None:
         for request_id in list(self._by_id):
@@ -141,6 +169,9 @@ class EngineCore:
 
         A request ends with a delta that carries its output, or with an error that is its alone.
         """
+        if self._tiering is not None:
+            for sequence in self._tiering.poll(is_busy=self._scheduler.num_running > 0):
+                self._scheduler.submit(sequence)
         if self._by_id:
             started_s = self._clock()
             plan = self._scheduler.plan_step()
@@ -162,12 +193,13 @@ class EngineCore:
         for sequence, start, stop in plan.entries:
             if sequence.first_step_s is None:
                 hit = sequence.held_lease.hit
-                sequence.first_step_s = now_s
                 sequence.explanation = hit.explanation
-                sequence.num_cached_tokens = start
-                sequence.num_shared_tokens = min(start, sequence.held_lease.num_shared_tokens)
+                if self._tiering is not None:
+                    self._tiering.start(sequence)
+                sequence.note_start(start, now_s)
                 self._num_prompt += sequence.num_prompt_tokens
                 self._num_cached += start
+                self._num_restored.update(sequence.num_restored_tokens)
             self._num_recomputed += max(0, min(sequence.num_ever_computed_tokens, stop) - start)
 
     def _commit(self, plan: StepPlan) -> list[Sequence]:
@@ -183,7 +215,10 @@ class EngineCore:
         for sequence, start, stop in plan.entries:
             sequence.num_computed_tokens = stop
             if stop - start > 1 or stop % BLOCK_SIZE == 0:
-                commit(sequence.held_lease, sequence.uncommitted_ids)
+                if self._tiering is None:
+                    commit(sequence.held_lease, sequence.uncommitted_ids)
+                else:
+                    self._tiering.commit(sequence)
             if stats.num_duplicate_tokens != num_duplicate_tokens:  # its blocks may have been exchanged for equal ones
                 num_duplicate_tokens = stats.num_duplicate_tokens
                 sequence.table_changed = True
@@ -214,7 +249,7 @@ class EngineCore:
 
     def _finish(self, sequence: Sequence, last: Delta) -> None:
         """Let go of a sequence whose `finish_reason` is set, and send its last delta."""
-        self._scheduler.finish(sequence)
+        self._release(sequence)
         del self._by_id[sequence.request.request_id]
         self._num_finished[str(sequence.finish_reason)] += 1
         output = sequence.output(self._clock())
@@ -224,7 +259,7 @@ class EngineCore:
 
     def _fail(self, sequence: Sequence) -> None:
         """End a request for which the model has no answer. Others go on: only its own prefix has its KV."""
-        self._scheduler.finish(sequence)
+        self._release(sequence)
         request_id = sequence.request.request_id
         del self._by_id[request_id]
         self._num_finished["error"] += 1
@@ -242,13 +277,24 @@ class EngineCore:
             )
         self._deltas.append((request_id, error))
 
+    def _release(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is; what it computed stays."""
+        if self._tiering is not None:
+            if self._tiering.drop(sequence):
+                return
+            if sequence.lease is not None:
+                self._tiering.finish(sequence)
+        self._scheduler.finish(sequence)
+
     def _count(self, plan: StepPlan, num_sampled: int, duration_s: float) -> None:
         num_tokens = sum(stop - start for _, start, stop in plan.entries)
+        if self._tiering is not None:
+            self._tiering.note_step(num_tokens, duration_s)
         self._num_steps += 1
         self._num_computed += num_tokens
         self._num_generated += num_sampled
         self._num_preemptions += plan.num_preempted
-        self.stats = self._snapshot()
+        self._stats = self._snapshot()
         if self._observer is not None:
             self._observer.on_step(
                 StepStats(len(plan.entries), num_tokens, num_sampled, plan.num_preempted, duration_s)
@@ -256,7 +302,7 @@ class EngineCore:
 
     def _snapshot(self) -> EngineStats:
         return EngineStats(
-            num_waiting=self._scheduler.num_waiting,
+            num_waiting=self._scheduler.num_waiting + (0 if self._tiering is None else self._tiering.num_held),
             num_running=self._scheduler.num_running,
             counters=Counters(
                 num_steps=self._num_steps,
@@ -267,6 +313,7 @@ class EngineCore:
                 num_generated_tokens=self._num_generated,
                 num_preemptions=self._num_preemptions,
                 num_finished=dict(self._num_finished),
+                num_restored_tokens=dict(self._num_restored),
             ),
             ledger=tuple(self.cache.ledger()),
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from spolia.generation import TokenLogprobs
 from spolia.kvcache import Explanation, Ledger, Outcome, TokenRange
+from spolia.tiers import TierStats
 
 __all__ = ["Counters", "Delta", "EngineStats", "FinishReason", "RequestOutput", "Timings"]
 
@@ -41,6 +42,7 @@ class RequestOutput:
         stop_reason: the stop string, regular expression or stop id that ended it, or "max_time"; None for the model's
             own end-of-text token.
         num_cached_tokens: prompt tokens whose KV was reused.
+        num_restored_tokens: of those, by tier, the ones that were brought up from there for this request.
         explanation: why the other prompt tokens were not; None if the request was aborted before it was looked up.
         num_truncated_tokens: dropped from the prompt, which was too long; 0 unless that was asked for.
         seed: the one that was used; passing it again gives the same answer.
@@ -59,6 +61,7 @@ class RequestOutput:
     finish_reason: FinishReason
     stop_reason: str | int | None
     num_cached_tokens: int
+    num_restored_tokens: Mapping[str, int]
     explanation: Explanation | None
     seed: int
     timings: Timings
@@ -103,6 +106,7 @@ class Counters:
     Attributes:
         num_prompt_tokens: prompt tokens of requests that were looked up in the cache.
         num_cached_tokens: of those, reused.
+        num_restored_tokens: of those, brought up from another tier, by tier.
         num_computed_tokens: tokens that went through the model, `num_recomputed_tokens` included.
         num_recomputed_tokens: computed a second time because their KV was evicted while their sequence was preempted.
         num_generated_tokens: tokens sampled.
@@ -117,6 +121,7 @@ class Counters:
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_finished: Mapping[str, int]
+    num_restored_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +129,13 @@ class EngineStats:
     """The engine between two steps: consistent within itself, as old as the last step.
 
     Attributes:
+        num_waiting: requests that do not run yet, those included whose prefix is being restored.
         ledger: blocks of each cache group, in the order of `Program.cache_groups`.
+        tiers: where KV lives beyond the pools, the fastest first.
     """
 
     num_waiting: int
     num_running: int
     counters: Counters
     ledger: tuple[Ledger, ...]
+    tiers: tuple[TierStats, ...] = ()

@@ -21,6 +21,7 @@ from spolia.engine.outputs import FinishReason, RequestOutput, Timings
 from spolia.errors import Bug
 from spolia.generation import Pipeline, RowSampling, SamplingParams, StopPattern, TextStream, TokenLogprobs
 from spolia.kvcache import Explanation, Lease, Outcome, TokenRange, Wish, attribute
+from spolia.tiers import KeyChain
 
 __all__ = ["Request", "Sequence"]
 
@@ -79,10 +80,14 @@ class Sequence:
         table_changed: the lease's block table is not the one that the runner has seen.
         num_ever_computed_tokens: how far it had come before it was preempted: computing these again is rework.
         num_passed_over: later requests that were admitted before it.
+        chain: names of its whole blocks in other tiers; None as long as nobody asked.
+        restored: (start, stop, tier) of tokens whose KV was brought up from a tier for it.
+        num_restored_tokens: by tier, those of them that it found when it started.
     """
 
     __slots__ = (
         "_banned_ids",
+        "chain",
         "explanation",
         "finish_reason",
         "first_step_s",
@@ -95,10 +100,12 @@ class Sequence:
         "num_ever_computed_tokens",
         "num_passed_over",
         "num_prompt_tokens",
+        "num_restored_tokens",
         "num_shared_tokens",
         "num_slots",
         "num_tokens",
         "request",
+        "restored",
         "stop_reason",
         "table_changed",
         "text",
@@ -124,6 +131,9 @@ class Sequence:
         self.num_passed_over = 0
         self.num_cached_tokens = 0
         self.num_shared_tokens = 0
+        self.chain: KeyChain | None = None
+        self.restored: list[tuple[int, int, str]] = []
+        self.num_restored_tokens: dict[str, int] = {}
         self.explanation: Explanation | None = None
         self.first_step_s: float | None = None
         self.first_token_s: float | None = None
@@ -169,6 +179,7 @@ class Sequence:
             num_shared=self.num_shared_tokens,
             num_reused=self.num_cached_tokens,
             num_prompt_tokens=self.num_prompt_tokens,
+            restored=self.restored,
         )
 
     def _evicted_age_s(self) -> float | None:
@@ -192,6 +203,16 @@ class Sequence:
         if pipeline is None:
             return RowSampling(request.params, request.seed, self.num_tokens, banned)
         return RowSampling(pipeline.draw_params, request.seed, self.num_tokens, banned, pipeline)
+
+    def note_start(self, start: int, now_s: float) -> None:
+        """It begins to be computed, at token `start`; what is before was cached, in part since it was restored."""
+        self.first_step_s = now_s
+        self.num_cached_tokens = start
+        self.num_shared_tokens = min(start, self.held_lease.num_shared_tokens)
+        for first, stop, tier in self.restored:
+            num_tokens = min(stop, start) - first
+            if num_tokens > 0:
+                self.num_restored_tokens[tier] = self.num_restored_tokens.get(tier, 0) + num_tokens
 
     def append(self, token_id: int) -> str:
         """Take a sampled token; returns the text that it completed, and sets `finish_reason` if it ends the answer."""
@@ -250,6 +271,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             num_cached_tokens=self.num_cached_tokens,
+            num_restored_tokens=self.num_restored_tokens,
             explanation=self.explanation,
             seed=self.request.seed,
             num_truncated_tokens=self.request.num_truncated_tokens,

@@ -31,6 +31,9 @@ class _Command(NamedTuple):
     future: Future[Any] | None  # gets what `run` returns or raises
 
 
+_WAKE = _Command(lambda: None, None)
+
+
 class EngineThread(Generic[S]):
     """Runs an `EngineCore`. All methods may be called from any thread; only `close` and `wait_drained` wait.
 
@@ -48,6 +51,7 @@ class EngineThread(Generic[S]):
         self._sinks: dict[str, S] = {}
         self._refusal: SpoliaError | None = None
         self._is_closed = False
+        core.set_waker(lambda: self._inbox.put(_WAKE))
         self._thread = threading.Thread(target=self._run, name="spolia-engine", daemon=True)
         self._thread.start()
 
@@ -123,11 +127,16 @@ class EngineThread(Generic[S]):
                 self._publish(self._core.step())
         except BaseException as error:
             self._fail(error)
+        self._core.close()
 
     def _take_commands(self) -> None:
-        """Run the commands that wait; with nothing to compute, wait for one."""
-        while not self._is_closed and (not self._core.has_work or not self._inbox.empty()):
-            run, future = self._inbox.get()
+        """Run the commands that wait; with nothing to compute, wait for one, or for as long as the core says."""
+        while not self._is_closed:
+            idle_s = self._core.idle_s
+            try:
+                run, future = self._inbox.get(block=idle_s != 0, timeout=idle_s or None)
+            except queue.Empty:
+                return
             if future is None:
                 run()
                 continue

@@ -263,7 +263,10 @@ class KVCache:
         self._pools[group].tag(block_ids, tags)
 
     def tags(self, group: int, block_ids: Ids) -> list[Tag | None]:
-        """What the content of these blocks is called; None where nobody has said so since they were taken."""
+        """What the content of these blocks is called; None where nobody has said so since they were taken.
+
+        A block that has a tag has that content, also while it is free.
+        """
         return self._pools[group].tags(block_ids)
 
     # -- Around it -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from .block_pool import Tag
 from .events import EventLog
 from .explain import NOBODY, Beneficiary, Eviction, MissReason
 from .int_buffer import Ids
@@ -25,8 +26,8 @@ from .stats import CacheStats
 
 __all__ = ["Evictor", "OnEvict"]
 
-OnEvict: TypeAlias = Callable[[int, Ids], None]
-"""Hears of evicted blocks, (group, ids), once they are free and before anybody can take them: the time to copy them."""
+OnEvict: TypeAlias = Callable[[int, Ids, Sequence[Tag | None]], None]
+"""Hears of evicted blocks (group, ids, tags) when they are free and before anybody can take them: time to copy them."""
 
 
 class Evictor:
@@ -102,7 +103,7 @@ class Evictor:
         ids = self._tree.pools[group].freed_since(num_free)
         self._stats.num_evicted_blocks += len(ids)
         if self._on_evict is not None and len(ids):
-            self._on_evict(group, ids)
+            self._on_evict(group, ids, self._tree.pools[group].tags(ids))
 
     def _evict_leaves(self, group: int, num_blocks: int) -> bool:
         pool, block_size = self._tree.pools[group], self._tree.block_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -76,8 +77,8 @@ class Explanation:
 class TokenRange(NamedTuple):
     """Where the KV of prompt tokens [start, stop) came from.
 
-    `source` is "shared" (in use by another running sequence), "device" (cached), or "computed"; `reason` says why the
-    latter was not reused, else None.
+    `source` is "shared" (in use by another running sequence), "device" (cached), the name of the tier that it was
+    brought up from for this request, or "computed"; `reason` says why the latter was not reused, else None.
     """
 
     start: int
@@ -87,13 +88,28 @@ class TokenRange(NamedTuple):
 
 
 def attribute(
-    explanation: Explanation, *, num_shared: int, num_reused: int, num_prompt_tokens: int
+    explanation: Explanation,
+    *,
+    num_shared: int,
+    num_reused: int,
+    num_prompt_tokens: int,
+    restored: Sequence[tuple[int, int, str]] = (),
 ) -> tuple[TokenRange, ...]:
     """Every token of a prompt, in order, with its source and, if it was computed, one reason.
 
     Of what was evicted the tree remembers how long it was, not what it said: the prompt may differ from it sooner.
+
+    Args:
+        restored: (start, stop, tier) of what was brought up for it, in order, without overlaps.
     """
-    ranges = [TokenRange(0, num_shared, "shared"), TokenRange(num_shared, num_reused, "device")]
+    ranges = []
+    position = 0
+    for start, stop, tier in [*restored, (num_reused, num_reused, "")]:
+        start, stop = min(start, num_reused), min(stop, num_reused)
+        ranges.append(TokenRange(position, min(start, num_shared), "shared"))
+        ranges.append(TokenRange(max(position, num_shared), start, "device"))
+        ranges.append(TokenRange(start, stop, tier))
+        position = stop
     position = num_reused
     why: Explanation | None = explanation
     while why is not None:

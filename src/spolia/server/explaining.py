@@ -46,6 +46,7 @@ def explain(
     facts: dict[str, Any] = {
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
+        "num_restored_tokens": dict(output.num_restored_tokens),
     }
     if why is None:
         return Explained(output, (), facts)

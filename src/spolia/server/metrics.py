@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from spolia.engine import EngineStats, RequestOutput, TokenRange
+from spolia.engine import EngineStats, RequestOutput, TierState, TokenRange
 
 __all__ = ["Metrics", "ModelMetrics"]
 
@@ -112,7 +112,8 @@ class _EngineCollector(Collector):
         counters = {
             field: CounterMetricFamily(*name_and_help, labels=["model"]) for field, name_and_help in totals.items()
         }
-        for model, stats in self._snapshots().items():
+        snapshots = self._snapshots()
+        for model, stats in snapshots.items():
             running.add_metric([model], stats.num_running)
             waiting.add_metric([model], stats.num_waiting)
             for group, ledger in enumerate(stats.ledger):
@@ -120,7 +121,32 @@ class _EngineCollector(Collector):
                     blocks.add_metric([model, str(group), state], getattr(ledger, state))
             for field, counter in counters.items():
                 counter.add_metric([model], getattr(stats.counters, field))
-        return [blocks, running, waiting, *counters.values()]
+        return [blocks, running, waiting, *counters.values(), *self._tiers(snapshots)]
+
+    def _tiers(self, snapshots: Mapping[str, EngineStats]) -> Iterable[Metric]:
+        labels = ["model", "tier"]
+        states = GaugeMetricFamily("spolia_tier_state", "1 for the state that a tier is in.", labels=[*labels, "state"])
+        held = GaugeMetricFamily("spolia_tier_bytes", "Bytes that a tier holds.", labels=labels)
+        capacity = GaugeMetricFamily("spolia_tier_capacity_bytes", "Bytes that a tier may hold.", labels=labels)
+        blocks = CounterMetricFamily(
+            "spolia_tier_blocks", "Blocks asked of a tier, by outcome.", labels=[*labels, "outcome"]
+        )
+        moved = CounterMetricFamily("spolia_tier_moved_bytes", "Bytes moved.", labels=[*labels, "direction"])
+        failures = CounterMetricFamily("spolia_tier_failures", "Calls to a tier that failed.", labels=labels)
+        for model, stats in snapshots.items():
+            for tier in stats.tiers:
+                mine = [model, tier.name]
+                for state in TierState:
+                    states.add_metric([*mine, state.value], tier.state is state)
+                held.add_metric(mine, tier.health.num_bytes or 0)
+                if tier.health.capacity_bytes is not None:
+                    capacity.add_metric(mine, tier.health.capacity_bytes)
+                for outcome in ("hits", "misses", "refused"):
+                    blocks.add_metric([*mine, outcome], getattr(tier, f"num_{outcome}"))
+                moved.add_metric([*mine, "down"], tier.num_written_bytes)
+                moved.add_metric([*mine, "up"], tier.num_read_bytes)
+                failures.add_metric(mine, tier.num_failures)
+        return [states, held, capacity, blocks, moved, failures]
 
 
 class Metrics:

@@ -8,29 +8,55 @@ nothing that comes up, and keeps a backend that fails from being asked. `Mover` 
 """
 
 from .backend import Entry, Health, ListableBackend, StorageBackend
-from .extent import SEAL_BYTES, Checksum, ExtentError, ExtentHeader, Sealer, extent_bytes, key_of, open_extent
+from .extent import (
+    SEAL_BYTES,
+    Checksum,
+    ExtentError,
+    ExtentHeader,
+    Sealer,
+    extent_bytes,
+    header_bytes,
+    key_of,
+    open_extent,
+)
 from .folder import FolderBackend
+from .host import HostBackend
 from .keys import BLOCK_SIZE, KeyChain, block_key
+from .mover import BlockRun, Mover, Restore
+from .planner import Planner
+from .policy import FetchPolicy, TierUse, WritePolicy
 from .tier import Tier, TierState, TierStats
+from .verify import VerifyReport, verify_folder
 
 __all__ = [
     "BLOCK_SIZE",
     "SEAL_BYTES",
+    "BlockRun",
     "Checksum",
     "Entry",
     "ExtentError",
     "ExtentHeader",
+    "FetchPolicy",
     "FolderBackend",
     "Health",
+    "HostBackend",
     "KeyChain",
     "ListableBackend",
+    "Mover",
+    "Planner",
+    "Restore",
     "Sealer",
     "StorageBackend",
     "Tier",
     "TierState",
     "TierStats",
+    "TierUse",
+    "VerifyReport",
+    "WritePolicy",
     "block_key",
     "extent_bytes",
+    "header_bytes",
     "key_of",
     "open_extent",
+    "verify_folder",
 ]

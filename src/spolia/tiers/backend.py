@@ -53,8 +53,12 @@ class StorageBackend(Protocol):
     def delete(self, keys: Sequence[bytes]) -> None:
         """Drop those that are there."""
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """They were used just now, all of them, the first of them to be kept longest: a chain is used from its head."""
+    def touch(self, keys: Sequence[bytes]) -> list[bool]:
+        """They were used just now, the first of them to be kept longest: a chain is used from its head.
+
+        Returns:
+            Whether each is still there, as far as that can be told at little cost.
+        """
 
     def health(self) -> Health: ...
 

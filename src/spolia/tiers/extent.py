@@ -18,9 +18,19 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from .keys import DIGEST_BYTES, Ids, block_key, link, root_digest
+from .keys import BLOCK_SIZE, DIGEST_BYTES, Ids, block_key, link, root_digest
 
-__all__ = ["SEAL_BYTES", "Checksum", "ExtentError", "ExtentHeader", "Sealer", "extent_bytes", "key_of", "open_extent"]
+__all__ = [
+    "SEAL_BYTES",
+    "Checksum",
+    "ExtentError",
+    "ExtentHeader",
+    "Sealer",
+    "extent_bytes",
+    "header_bytes",
+    "key_of",
+    "open_extent",
+]
 
 Payload: TypeAlias = NDArray[np.uint8]
 
@@ -67,7 +77,7 @@ class ExtentHeader:
 
     def encode(self) -> bytes:
         layout = self.layout.encode()
-        size = -(-(_LAYOUT_AT + len(layout) + len(self.token_ids)) // _ALIGNMENT) * _ALIGNMENT
+        size = header_bytes(self.layout, len(self.token_ids) // 4)
         fixed = _FIXED.pack(
             _MAGIC,
             _VERSION,
@@ -108,14 +118,19 @@ class ExtentHeader:
         return cls(namespace, parent, digest, group, start, token_ids, layout, payload_bytes)
 
 
+def header_bytes(layout: str, num_tokens: int = BLOCK_SIZE) -> int:
+    """Size of an encoded header."""
+    return -(-(_LAYOUT_AT + len(layout.encode()) + 4 * num_tokens) // _ALIGNMENT) * _ALIGNMENT
+
+
 def key_of(header: bytes) -> bytes:
     """The key of an encoded header."""
     return block_key(header[_FIXED.size : _FIXED.size + DIGEST_BYTES], header[_GROUP_AT])
 
 
-def extent_bytes(header: bytes, payload_bytes: int) -> int:
+def extent_bytes(num_header_bytes: int, payload_bytes: int) -> int:
     """Size of the whole extent."""
-    return len(header) + payload_bytes + SEAL_BYTES
+    return num_header_bytes + payload_bytes + SEAL_BYTES
 
 
 class Sealer(Protocol):
@@ -126,8 +141,8 @@ class Sealer(Protocol):
     def seal(self, extent: memoryview) -> None:
         """Fill in the last `SEAL_BYTES` bytes over all before. May rewrite the payload in place."""
 
-    def unseal(self, extent: memoryview, header_bytes: int) -> None:
-        """Check an extent, and make the payload after its header readable in place.
+    def unseal(self, extent: memoryview, payload_at: int) -> None:
+        """Check an extent, and make the payload, which begins at `payload_at`, readable in place.
 
         Raises:
             ExtentError: it is not as it was sealed.
@@ -142,7 +157,7 @@ class Checksum:
     def seal(self, extent: memoryview) -> None:
         extent[-SEAL_BYTES:] = blake3(extent[:-SEAL_BYTES]).digest()
 
-    def unseal(self, extent: memoryview, header_bytes: int) -> None:
+    def unseal(self, extent: memoryview, payload_at: int) -> None:
         if blake3(extent[:-SEAL_BYTES]).digest() != extent[-SEAL_BYTES:]:
             raise ExtentError("its checksum is wrong")
 
@@ -163,6 +178,6 @@ def open_extent(extent: memoryview, sealer: Sealer, key: bytes | None = None) ->
         raise ExtentError("its digest does not follow from its parent and tokens")
     if header.start == 0 and header.parent != root_digest(header.namespace):
         raise ExtentError("its parent is not the root of its namespace")
-    header_bytes = len(extent) - SEAL_BYTES - header.payload_bytes
-    sealer.unseal(extent, header_bytes)
-    return header, np.frombuffer(extent[header_bytes:-SEAL_BYTES], np.uint8)
+    payload_at = len(extent) - SEAL_BYTES - header.payload_bytes
+    sealer.unseal(extent, payload_at)
+    return header, np.frombuffer(extent[payload_at:-SEAL_BYTES], np.uint8)

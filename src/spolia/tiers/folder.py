@@ -99,21 +99,13 @@ class FolderBackend:
                 self._forget(key)
         self._remove(keys)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes]) -> list[bool]:
         now_ns = int(self._clock() * 1e9)
         with self._lock:
-            here = [key for key in keys if key in self._sizes]
-            for key in reversed(here):
-                self._sizes.move_to_end(key)
-        for depth, key in enumerate(here):
-            used_ns = now_ns - depth * _STEP_NS
-            try:
-                os.utime(self._path(key), ns=(used_ns, used_ns))
-            except FileNotFoundError:
-                with self._lock:
-                    self._forget(key)
-            except OSError as error:
-                raise self._unavailable(error) from error
+            for key in reversed(keys):
+                if key in self._sizes:
+                    self._sizes.move_to_end(key)
+        return [self._set_time(key, now_ns - depth * _STEP_NS) for depth, key in enumerate(keys)]
 
     def health(self) -> Health:
         with self._lock:
@@ -199,6 +191,17 @@ class FolderBackend:
             raise self._unavailable(error) from error
         finally:
             os.close(descriptor)
+
+    def _set_time(self, key: bytes, used_ns: int) -> bool:
+        try:
+            os.utime(self._path(key), ns=(used_ns, used_ns))
+        except FileNotFoundError:
+            with self._lock:
+                self._forget(key)
+            return False
+        except OSError as error:
+            raise self._unavailable(error) from error
+        return True
 
     def _put(self, key: bytes, value: Buffer) -> bool:
         size = len(value)

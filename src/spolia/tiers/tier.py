@@ -102,6 +102,8 @@ class Tier:
         self._num_read_bytes = self._num_written_bytes = 0
         self._read_bytes_per_s: float | None = None
         self._health = Health(None, None, None)
+        with self._call():  # a backend that is away from the start is seen at once
+            pass
 
     @property
     def state(self) -> TierState:
@@ -125,6 +127,12 @@ class Tier:
         """Whether it had this key when it was last asked. Costs nothing."""
         with self._lock:
             return key in self._known
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Take these for not there from now on; they are about to be deleted."""
+        with self._lock:
+            for key in keys:
+                self._known.pop(key, None)
 
     def count(self, keys: Sequence[bytes]) -> int:
         """How many of these it has, from the first one on without a gap."""
@@ -177,9 +185,7 @@ class Tier:
         return 0
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        with self._lock:
-            for key in keys:
-                self._known.pop(key, None)
+        self.forget(keys)
         with self._call() as is_usable:
             if is_usable:
                 self.backend.delete(keys)
@@ -188,7 +194,11 @@ class Tier:
         """They were used; the first is to be kept longest."""
         with self._call() as is_usable:
             if is_usable:
-                self.backend.touch(keys)
+                here = self.backend.touch(keys)
+                with self._lock:
+                    for key, is_here in zip(keys, here, strict=True):
+                        if not is_here:
+                            self._known.pop(key, None)
 
     @property
     def stats(self) -> TierStats:

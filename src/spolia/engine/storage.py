@@ -1,0 +1,79 @@
+"""From settings to tiers, and from tiers to a cache that uses them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spolia.engine.config import EngineConfig
+from spolia.engine.tiering import Offloader, Tiering
+from spolia.kvcache import GroupSpec, KVCache, RetentionPolicy
+from spolia.tiers import FetchPolicy, FolderBackend, HostBackend, Mover, Tier, TierUse, header_bytes
+
+__all__ = ["build_cache", "open_tiers"]
+
+
+def open_tiers(config: EngineConfig) -> tuple[list[TierUse], EngineConfig]:
+    """The tiers that the settings name, the fastest first, and the settings with their sizes resolved.
+
+    Raises:
+        InvalidRequest: one that cannot be used.
+    """
+    uses = []
+    if config.kv_host is not None:
+        uses.append(TierUse(Tier("host", HostBackend(config.kv_host)), "write_back", is_exclusive=True))
+    if config.kv_disk is not None:
+        path, size = config.kv_disk, config.kv_disk_size
+        folder = FolderBackend(path, size)
+        if size is None:
+            size = (shutil.disk_usage(path).free + (folder.health().num_bytes or 0)) // 2
+            folder = FolderBackend(path, size)
+            config = replace(config, kv_disk_size=size)
+        uses.append(TierUse(Tier("disk", folder), config.kv_write, min_uses=config.kv_min_uses))
+    return uses, config
+
+
+def build_cache(
+    groups: Sequence[GroupSpec],
+    pools: Sequence[NDArray[np.uint8]],
+    uses: Sequence[TierUse],
+    *,
+    layout: str,
+    clock: Callable[[], float],
+    policy: RetentionPolicy | None = None,
+    fetch: FetchPolicy = "planned",
+    fetch_timeout_s: float = 1.0,
+) -> tuple[KVCache, Tiering | None]:
+    """A cache over `pools`, and what ties it to tiers, the fastest first; None if there are none.
+
+    Args:
+        layout: how the bytes of a block are arranged and computed.
+    """
+    if not uses:
+        return KVCache(groups, clock=clock, policy=policy), None
+    block_bytes = [pool.shape[1] for pool in pools]
+    mover = Mover([use.tier for use in uses], block_bytes=block_bytes, num_header_bytes=header_bytes(layout))
+    _chain_down(uses, mover)
+    offloader = Offloader(pools, mover, uses)
+    cache = KVCache(groups, clock=clock, policy=policy, on_evict=offloader.on_evict)
+    tiering = Tiering(
+        cache, pools, mover, offloader, uses, layout=layout, clock=clock, fetch=fetch, timeout_s=fetch_timeout_s
+    )
+    return cache, tiering
+
+
+def _chain_down(uses: Sequence[TierUse], mover: Mover) -> None:
+    """What has to leave the host tier goes to the next one that is written back to."""
+    below = [use.tier for use in uses[1:] if use.write == "write_back"]
+    backend = uses[0].tier.backend
+    if isinstance(backend, HostBackend) and below:
+        next_tier = below[0]
+
+        def demote(key: bytes, extent: memoryview) -> None:
+            mover.demote(next_tier, key, extent)
+
+        backend.on_evict = demote

@@ -1,0 +1,366 @@
+"""The threads between the engine and the tiers: it hands over and collects, and never waits for them.
+
+    engine thread                       one writer a tier                     readers
+    store(tier, header, block) ──copy──▶ seal, put
+    touch(tier, keys) ─────────────────▶ touch
+    restore = fetch(digests, ...) ─────────────────────────────────────────▶ find, read and verify, run by run
+    restore.take_run() ◀───────────────────────────────────────────────────── notify
+    give_back(run)
+
+Memory is bounded at both ends: `store` says no when too much waits to be written, and readers wait for buffers that
+the engine has not given back yet.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .buffers import BufferPool
+from .extent import SEAL_BYTES, extent_bytes, key_of
+from .keys import block_key
+from .tier import Tier
+
+__all__ = ["BlockRun", "Mover", "Restore"]
+
+_RUN_BYTES = 4 << 20
+"""A run of blocks that is read and handed over together."""
+
+_BATCH = 16
+"""Extents that are written together at most."""
+
+
+class BlockRun(NamedTuple):
+    """Blocks `first_block` and on, verified, from one tier.
+
+    Attributes:
+        payloads: `payloads[group][i]` is the KV of block `first_block + i`.
+    """
+
+    first_block: int
+    tier: str
+    payloads: tuple[tuple[NDArray[np.uint8], ...], ...]
+    buffers: tuple[NDArray[np.uint8], ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.payloads[0])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(buffer) for buffer in self.buffers)
+
+
+class Restore:
+    """Blocks on their way up: [first_block, first_block + num_blocks), in order, as far as they can be had.
+
+    The engine's thread takes runs from it; a reader fills it. `is_done` once nothing more will arrive.
+    """
+
+    def __init__(self, digests: Sequence[bytes], first_block: int) -> None:
+        self.digests = digests
+        self.first_block = first_block
+        self.num_found: int | None = None  # blocks that the tiers say they have; None: not yet asked
+        self.is_begun = False
+        self.is_cancelled = False
+        self.is_done = False
+        self._arrived: deque[BlockRun] = deque()
+
+    def __repr__(self) -> str:
+        return f"Restore(first_block={self.first_block}, num_blocks={self.num_blocks}, is_done={self.is_done})"
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.digests)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `take_run` has something."""
+        return bool(self._arrived)
+
+    def take_run(self) -> BlockRun | None:
+        """The next run, whose buffers go back by `Mover.give_back`; None if none is there yet."""
+        try:
+            return self._arrived.popleft()
+        except IndexError:
+            return None
+
+
+class _Store(NamedTuple):
+    key: bytes
+    extent: NDArray[np.uint8]
+
+
+class _Touch(NamedTuple):
+    keys: Sequence[bytes]
+
+
+class _Delete(NamedTuple):
+    keys: Sequence[bytes]
+
+
+class _Lane:
+    """What waits to be written to one tier, and the thread that writes it."""
+
+    def __init__(self, tier: Tier, staging_bytes: int, run: Callable[[_Lane], None]) -> None:
+        self.tier = tier
+        self.buffers = BufferPool(staging_bytes)
+        self.queue: queue.SimpleQueue[_Store | _Touch | _Delete | None] = queue.SimpleQueue()
+        self.pending: set[bytes] = set()  # keys handed over and not yet written; the engine's thread adds
+        self.thread = threading.Thread(target=run, args=(self,), name=f"spolia-{tier.name}-writer", daemon=True)
+        self.thread.start()
+
+
+class Mover:
+    """Moves extents between the engine's thread, which calls everything here, and `tiers`, the fastest first.
+
+    Args:
+        block_bytes: size of a block of each cache group.
+        num_header_bytes: of every extent.
+        staging_bytes: memory for what waits to be written to all tiers, and as much again for what was read.
+
+    Attributes:
+        notify: called on threads of the mover's when something arrived or room was made.
+        is_worth: asked on a reader's thread whether so many blocks are worth reading from a tier.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        block_bytes: Sequence[int],
+        num_header_bytes: int,
+        staging_bytes: int = 64 << 20,
+        num_readers: int = 2,
+    ) -> None:
+        self.tiers = tuple(tiers)
+        self.notify: Callable[[], None] = lambda: None
+        self.is_worth: Callable[[Tier, int], bool] = lambda tier, num_blocks: True
+        self._num_header_bytes = num_header_bytes
+        self._extent_bytes = [extent_bytes(num_header_bytes, size) for size in block_bytes]
+        self._block_bytes = tuple(block_bytes)
+        self._run_blocks = max(1, _RUN_BYTES // max(1, sum(self._extent_bytes)))
+        self._reads = BufferPool(staging_bytes)
+        share = staging_bytes // max(1, len(self.tiers))  # a tier that hangs keeps its own share and no more
+        self._lanes = {tier.name: _Lane(tier, share, self._write) for tier in self.tiers}
+        self._restores: queue.SimpleQueue[Restore | None] = queue.SimpleQueue()
+        self._readers = [
+            threading.Thread(target=self._read, name=f"spolia-reader-{i}", daemon=True) for i in range(num_readers)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    # -- Down ----------------------------------------------------------------------------------------------------------
+
+    def has(self, tier: Tier, key: bytes) -> bool:
+        """Whether a tier has this block, or is about to."""
+        return tier.knows(key) or key in self._lanes[tier.name].pending
+
+    def has_room(self, tier: Tier, group: int) -> bool:
+        """Whether `store` would take a block of this group."""
+        return self._lanes[tier.name].buffers.has_room(self._extent_bytes[group])
+
+    def store(self, tier: Tier, header: bytes, group: int, block: NDArray[np.uint8]) -> bool:
+        """Copy a block and have it written; False, with nothing done, if too much waits already."""
+        lane = self._lanes[tier.name]
+        buffer = lane.buffers.take(self._extent_bytes[group])
+        if buffer is None:
+            return False
+        buffer[: len(header)] = np.frombuffer(header, np.uint8)
+        buffer[len(header) : -SEAL_BYTES] = block
+        key = key_of(header)
+        lane.pending.add(key)
+        lane.queue.put(_Store(key, buffer))
+        return True
+
+    def touch(self, tier: Tier, keys: Sequence[bytes]) -> None:
+        """Have a tier note that these were used, the first to be kept longest."""
+        self._lanes[tier.name].queue.put(_Touch(keys))
+
+    def discard(self, tier: Tier, keys: Sequence[bytes]) -> None:
+        """Have a tier drop these. What is stored under them from now on stays."""
+        tier.forget(keys)
+        self._lanes[tier.name].queue.put(_Delete(keys))
+
+    def demote(self, tier: Tier, key: bytes, extent: memoryview) -> bool:
+        """Copy an extent that leaves the tier above. Any thread; False if too much waits already."""
+        if self.has(tier, key) or not tier.is_usable:
+            return True
+        lane = self._lanes[tier.name]
+        buffer = lane.buffers.take(len(extent))
+        if buffer is None:
+            return False
+        buffer.data[:] = extent
+        lane.pending.add(key)
+        lane.queue.put(_Store(key, buffer))
+        return True
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks that wait to be written."""
+        return sum(len(lane.pending) for lane in self._lanes.values())
+
+    @property
+    def run_blocks(self) -> int:
+        """Blocks of a run, at most."""
+        return self._run_blocks
+
+    # -- Up ------------------------------------------------------------------------------------------------------------
+
+    def fetch(self, digests: Sequence[bytes], first_block: int) -> Restore:
+        """Begin to bring up blocks, `digests[0]` being that of `first_block`."""
+        restore = Restore(digests, first_block)
+        self._restores.put(restore)
+        return restore
+
+    def give_back(self, run: BlockRun) -> None:
+        """The run has been copied, or nobody wants it."""
+        for buffer in run.buffers:
+            self._reads.give(buffer)
+
+    def cancel(self, restore: Restore) -> None:
+        """Bring no more; what arrived is dropped."""
+        restore.is_cancelled = True
+        while (run := restore.take_run()) is not None:
+            self.give_back(run)
+
+    # -- The end -------------------------------------------------------------------------------------------------------
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was handed over is written; False if that took longer."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.num_pending and time.monotonic() < deadline_s:
+            time.sleep(0.002)
+        return not self.num_pending
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End the threads; one that hangs in a backend is left to end by itself."""
+        for lane in self._lanes.values():
+            lane.queue.put(None)
+        for _ in self._readers:
+            self._restores.put(None)
+        for thread in [*(lane.thread for lane in self._lanes.values()), *self._readers]:
+            thread.join(timeout_s)
+        for tier in self.tiers:
+            tier.close()
+
+    # -- The writers' threads ------------------------------------------------------------------------------------------
+
+    def _write(self, lane: _Lane) -> None:
+        while True:
+            job = lane.queue.get()
+            stores: list[_Store] = []
+            while isinstance(job, _Store):
+                stores.append(job)
+                if len(stores) == _BATCH or lane.queue.empty():
+                    break
+                job = lane.queue.get()
+            if stores:
+                self._put(lane, stores)
+            if isinstance(job, _Touch):
+                lane.tier.touch(job.keys)
+            elif isinstance(job, _Delete):
+                lane.tier.delete(job.keys)
+            elif job is None:
+                return
+
+    def _put(self, lane: _Lane, stores: list[_Store]) -> None:
+        lane.tier.put([store.key for store in stores], [store.extent.data for store in stores])
+        for store in stores:
+            lane.buffers.give(store.extent)
+            lane.pending.discard(store.key)
+        self.notify()
+
+    # -- The readers' threads ------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        while (restore := self._restores.get()) is not None:
+            try:
+                self._bring(restore)
+            finally:
+                restore.is_done = True
+                self.notify()
+
+    def _bring(self, restore: Restore) -> None:
+        """Find out which tier has what, then read it run by run, up to the first block that is not there."""
+        restore.is_begun = True
+        num_groups = len(self._block_bytes)
+        keys = [block_key(digest, group) for digest in restore.digests for group in range(num_groups)]
+        segments = self._locate(keys, num_groups)
+        restore.num_found = sum(count for _, count in segments)
+        index = 0
+        for tier, count in segments:
+            stop = index + count
+            if not self.is_worth(tier, count):
+                return
+            while index < stop:
+                size = min(self._run_blocks, stop - index)
+                run = self._read_run(restore, tier, keys[index * num_groups : (index + size) * num_groups], index)
+                if run is None:
+                    return
+                restore._arrived.append(run)
+                if restore.is_cancelled:  # the engine may have looked before it arrived
+                    while (late := restore.take_run()) is not None:
+                        self.give_back(late)
+                    return
+                self.notify()
+                if run.num_blocks < size:
+                    return
+                index += size
+
+    def _locate(self, keys: Sequence[bytes], num_groups: int) -> list[tuple[Tier, int]]:
+        """Which tier to read how many blocks from, in order, until a block that none has."""
+        segments: list[tuple[Tier, int]] = []
+        index = 0
+        while index < len(keys):
+            for tier in self.tiers:
+                count = tier.count(keys[index:]) // num_groups
+                if count:
+                    segments.append((tier, count))
+                    index += count * num_groups
+                    break
+            else:
+                break
+        return segments
+
+    def _read_run(self, restore: Restore, tier: Tier, keys: Sequence[bytes], index: int) -> BlockRun | None:
+        """Read whole blocks; None if not even the first is there, or nobody wants it any more."""
+        buffers: list[NDArray[np.uint8]] = []
+        num_groups = len(self._block_bytes)
+        for position in range(len(keys)):
+            size = self._extent_bytes[position % num_groups]
+            buffer = None
+            while buffer is None:
+                if restore.is_cancelled:
+                    break
+                buffer = self._reads.take(size, timeout_s=0.05)
+            if buffer is None:
+                break
+            buffers.append(buffer)
+        payloads = tier.get_into(keys, [buffer.data for buffer in buffers]) if len(buffers) == len(keys) else []
+        whole = self._whole_blocks(payloads)
+        for buffer in buffers[whole * num_groups :]:
+            self._reads.give(buffer)
+        if not whole:
+            return None
+        by_group = tuple(
+            tuple(payload for payload in islice(payloads, group, whole * num_groups, num_groups) if payload is not None)
+            for group in range(num_groups)
+        )
+        return BlockRun(restore.first_block + index, tier.name, by_group, tuple(buffers[: whole * num_groups]))
+
+    def _whole_blocks(self, payloads: Sequence[NDArray[np.uint8] | None]) -> int:
+        """How many blocks are there in all groups, before the first that is not."""
+        num_groups = len(self._block_bytes)
+        for position, payload in enumerate(payloads):
+            if payload is None or payload.nbytes != self._block_bytes[position % num_groups]:
+                return position // num_groups
+        return len(payloads) // num_groups

@@ -1,0 +1,64 @@
+"""Restore or recompute: whichever is sooner, by what both have cost so far. See `Planner`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["Planner"]
+
+_SMOOTHING = 0.3
+_MIN_STEP_TOKENS = 32
+"""Steps with fewer tokens tell how fast answers are generated, not how fast prompts are computed."""
+
+_MIN_WAIT_S = 0.1
+_FIRST_WAIT_S = 2.0
+"""Waiting for a run as long as nobody knows what computing it would take."""
+
+_PROBE_S = 30.0
+"""A tier that was found too slow is tried again after that."""
+
+
+class Planner:
+    """Measures prompts computed per second and compares with bytes read per second.
+
+    A restore is worth while if reading is expected to take less time than computing. Expectations may be wrong, so
+    each run that is read may take as long as computing its tokens would, and no longer: then the rest is computed, and
+    little more than one run's time was lost. One thread notes steps; any may ask.
+
+    Args:
+        clock: seconds; only differences matter.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._tokens_per_s: float | None = None
+        self._probed_s: dict[str, float] = {}
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """How fast prompts are computed; None before the first long step."""
+        return self._tokens_per_s
+
+    def note_step(self, num_tokens: int, duration_s: float) -> None:
+        if num_tokens >= _MIN_STEP_TOKENS and duration_s > 0:
+            rate, before = num_tokens / duration_s, self._tokens_per_s
+            self._tokens_per_s = rate if before is None else (1 - _SMOOTHING) * before + _SMOOTHING * rate
+
+    def is_worth(self, tier: str, num_tokens: int, num_bytes: int, bytes_per_s: float | None) -> bool:
+        """Whether to read so many tokens' KV from a tier that has been read at that rate (None: never yet)."""
+        if bytes_per_s is None or self._tokens_per_s is None:
+            return True
+        if num_bytes / bytes_per_s <= num_tokens / self._tokens_per_s:
+            self._probed_s.pop(tier, None)
+            return True
+        now_s = self._clock()
+        if now_s - self._probed_s.setdefault(tier, now_s) >= _PROBE_S:
+            self._probed_s[tier] = now_s
+            return True
+        return False
+
+    def wait_s(self, num_tokens: int) -> float:
+        """How long to wait for a run of so many tokens."""
+        if self._tokens_per_s is None:
+            return _FIRST_WAIT_S
+        return max(_MIN_WAIT_S, num_tokens / self._tokens_per_s)

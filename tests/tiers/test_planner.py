@@ -1,0 +1,56 @@
+"""Restore or recompute, by numbers."""
+
+import pytest
+
+from spolia.tiers import Planner
+
+
+class FakeClock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def planner_at(tokens_per_s: float) -> tuple[Planner, FakeClock]:
+    clock = FakeClock()
+    planner = Planner(clock)
+    for _ in range(20):
+        planner.note_step(256, 256 / tokens_per_s)
+    return planner, clock
+
+
+@pytest.mark.parametrize("mb_per_s", [10, 20, 40, 100, 500, 2_000])
+def test_the_sooner_of_the_two_is_chosen(mb_per_s):
+    planner, _ = planner_at(1_000)
+    num_bytes = 4_000 * 23_040
+    is_sooner = num_bytes / (mb_per_s * 1e6) <= 4.0
+    assert planner.is_worth("disk", 4_000, num_bytes, mb_per_s * 1e6) == is_sooner
+
+
+def test_what_is_not_known_is_tried():
+    assert Planner(FakeClock()).is_worth("disk", 100, 1 << 30, 1.0)
+    planner, _ = planner_at(1_000)
+    assert planner.is_worth("disk", 100, 1 << 30, None)
+
+
+def test_a_tier_that_was_too_slow_is_tried_again_after_a_while():
+    planner, clock = planner_at(1_000)
+    assert not planner.is_worth("disk", 100, 1 << 30, 1.0)
+    clock.now_s += 29
+    assert not planner.is_worth("disk", 100, 1 << 30, 1.0)
+    clock.now_s += 2
+    assert planner.is_worth("disk", 100, 1 << 30, 1.0)
+    assert not planner.is_worth("disk", 100, 1 << 30, 1.0)
+
+
+def test_a_run_may_take_as_long_as_computing_it():
+    planner, _ = planner_at(500)
+    assert planner.wait_s(1_000) == pytest.approx(2.0)
+    assert planner.wait_s(1) == pytest.approx(0.1)
+
+
+def test_generating_answers_does_not_look_like_computing_prompts():
+    planner, _ = planner_at(1_000)
+    planner.note_step(1, 0.005)
+    assert planner.tokens_per_s == pytest.approx(1_000)
