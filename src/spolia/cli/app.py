@@ -319,6 +319,12 @@ def bench(
     only: Annotated[str, typer.Option(help=_ONLY)] = "",
     concurrency: Annotated[int, typer.Option(help="Streams at once in the batch workloads.", min=1)] = 16,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 7,
+    roofline: Annotated[
+        bool,
+        typer.Option(
+            "--roofline", help="MODEL's kernels instead: where a step's time goes, beside this machine's limits."
+        ),
+    ] = False,
     label: Annotated[str, typer.Option(help="Put into each line of JSON.")] = "",
     kv_dtype: KvDtypeFlag = None,
     kv_memory: KvMemoryFlag = None,
@@ -329,6 +335,11 @@ def bench(
     from spolia.cli.bench import Target, run
 
     engine = EngineFlags(kv_dtype=kv_dtype, kv_memory=kv_memory, num_threads=threads, max_context=max_context)
+    if roofline:
+        from spolia.cli.roofline import run as run_roofline
+
+        run_roofline(source, engine=engine)
+        return
     run(
         Target(source=source, url=url, model=model, vocab_size=vocab, engine=engine),
         only=[name for name in only.split(",") if name],

@@ -36,6 +36,9 @@ class CpuExecutable:
         num_threads: including the caller of `run`. They spin for some tens of microseconds between ops, then sleep.
         level: ISA level, one of `levels()`; None for the one that SPOLIA_ISA names, else the best.
 
+    Attributes:
+        plan: the program as lowered, for those who count what it costs (`roofline`).
+
     Raises:
         ValueError: the CPU lacks the level, or the system starts no such number of threads.
     """
@@ -45,8 +48,8 @@ class CpuExecutable:
             return _cpu.row_format(level or "", quants.TYPES[weight_type].ggml_id, k, precise)
 
         self._vocab_size = program.vocab_size
-        self._plan = lower(program, kv_dtype, row_format)  # holds the embedding tables, which each step reads
-        self._native = _cpu.Executable(self._plan, level or "", program.vocab_size, num_threads)
+        self.plan = lower(program, kv_dtype, row_format)  # holds the embedding tables, which each step reads
+        self._native = _cpu.Executable(self.plan, level or "", program.vocab_size, num_threads)
         self._pools: tuple[NDArray[np.uint8], ...] = ()
 
     @property
@@ -99,5 +102,5 @@ class CpuExecutable:
             yield seconds
         finally:
             self._native.profiling = False
-            for name, part in zip(part_names(self._plan), self._native.take_profile(), strict=True):
+            for name, part in zip(part_names(self.plan), self._native.take_profile(), strict=True):
                 seconds[name] = seconds.get(name, 0.0) + part

@@ -30,3 +30,9 @@ def levels() -> list[str]:
 
 def row_format(level: str, weight_type: int, k: int, precise: bool) -> tuple[int, int]:
     """How a row of `k` values is prepared for weights of a GGML type: (kind, bytes). `precise`: with 16 bits, not 8."""
+
+def machine_limits(level: str, num_threads: int) -> tuple[float, float, float]:
+    """Bytes read from memory, int8 operations and float32 operations, each a second. Takes half of one."""
+
+def raw_linear_packed_bytes(level: str, ggml_id: int, n: int, k: int) -> int:
+    """Bytes of a packed matrix `[n, k]` of a GGML type; 0 where k is no whole number of the type's blocks."""

@@ -455,6 +455,36 @@ void dequantize_row(WeightType type, const uint8_t* s, int64_t k, float scale, f
   }
 }
 
+// ---- The core's own limits -------------------------------------------------------------------------------------------
+
+int64_t int8_peak(int64_t turns, float* sink) {
+  alignas(64) uint8_t weights[8 * 64] = {};
+  Row8 rows[kMaxRows] = {};
+  Acc acc[kTiles][kMaxRows];
+  for (int t = 0; t < kTiles; ++t)
+    for (int r = 0; r < kMaxRows; ++r) acc[t][r] = start(r);
+  for (int64_t i = 0; i < turns; ++i)
+    dots<4, 8>(acc, [&](int r) SPOLIA_LAMBDA { return rows[r % kMaxRows].q[0]; },
+               [&]<int g>(int) SPOLIA_LAMBDA { return load_bytes(weights + 64 * g); });
+  F sum = zero();
+  for (int t = 0; t < kTiles; ++t)
+    for (int r = 0; r < kMaxRows; ++r) sum = add(sum, to_float(acc[t][r]));
+  store(sink, sum);
+  return turns * 2 * kBlockK * kTile * kTiles * kMaxRows;
+}
+
+int64_t float_peak(int64_t turns, float* sink) {
+  constexpr int kSums = 2 * kMaxRows;
+  F sums[kSums];
+  for (int i = 0; i < kSums; ++i) sums[i] = splat(float(i));
+  const F a = load(sink), b = splat(sink[0]);
+  for (int64_t i = 0; i < turns; ++i)
+    for (int j = 0; j < kSums; ++j) sums[j] = fma(sums[j], a, b);
+  for (int i = 1; i < kSums; ++i) sums[0] = add(sums[0], sums[i]);
+  store(sink, sums[0]);
+  return turns * 2 * kTile * kSums;
+}
+
 // ---- By type ---------------------------------------------------------------------------------------------------------
 
 RowKind row_kind(WeightType type) {
@@ -513,6 +543,6 @@ void run(const Packed& w, RowKind kind, const uint8_t* rows, int64_t num_rows, f
 
 }  // namespace
 
-LinearKernels linear_kernels() { return {row_kind, packed_bytes, pack, row_bytes, prepare_row, run, dequantize_row}; }
+LinearKernels linear_kernels() { return {row_kind, packed_bytes, pack, row_bytes, prepare_row, run, dequantize_row, int8_peak, float_peak}; }
 
 }  // namespace spolia::SPOLIA_LEVEL

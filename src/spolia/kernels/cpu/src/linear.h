@@ -39,6 +39,10 @@ struct LinearKernels {
   void (*run)(const Packed& w, RowKind kind, const uint8_t* rows, int64_t num_rows, float* out, int64_t ld_out, const Epilogue& epilogue, int64_t tile_begin, int64_t tile_end);
   // One row of the original file layout to float32 (embedding look-up).
   void (*dequantize_row)(WeightType type, const uint8_t* src, int64_t k, float scale, float* out);
+  // What a core can do at most: `turns` rounds of int8 dot products, or of multiply-adds, on a few lines that stay in its
+  // nearest cache. Returns how many additions and multiplications that were; `sink`, 16 floats, keeps them from being skipped.
+  int64_t (*int8_peak)(int64_t turns, float* sink);
+  int64_t (*float_peak)(int64_t turns, float* sink);
 };
 
 }  // namespace spolia

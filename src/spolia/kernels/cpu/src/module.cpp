@@ -11,6 +11,7 @@ void bind_executable(nb::module_& m);
 void bind_rowwise(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_attend(nb::module_& m);
+void bind_machine(nb::module_& m);
 
 NB_MODULE(_cpu, m) {
   nb::set_leak_warnings(false);  // an executable that lives until the process ends is no leak
@@ -25,4 +26,5 @@ NB_MODULE(_cpu, m) {
   bind_rowwise(m);
   bind_linear(m);
   bind_attend(m);
+  bind_machine(m);
 }
