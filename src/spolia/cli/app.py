@@ -51,8 +51,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+cache_app = typer.Typer(help="Look into the cache.", rich_markup_mode=None, no_args_is_help=True)
 models_app = typer.Typer(help="List the models that have a name, or remove one.", rich_markup_mode=None)
 app.add_typer(models_app, name="models")
+app.add_typer(cache_app, name="cache")
 
 _ONLY = (
     "Which of decode_b1, prefill_1024, warm_2048, batch_128_64, shared_prefix and multiturn to run, with commas; "
@@ -278,6 +280,31 @@ def remove(name: Annotated[str, typer.Argument(metavar="NAME", help="As `spolia 
     from spolia.cli.models import remove
 
     remove(name)
+
+
+@cache_app.command()
+def explain(
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="The id of an answer, or its x-request-id.")],
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+) -> None:
+    """Show where the KV of a request's prompt came from, and why the rest was computed."""
+    from spolia.cli.cache import explain
+
+    explain(request, url)
+
+
+@cache_app.command()
+def lint(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Check this model's chat template.")] = None,
+    traffic: Annotated[
+        Path | None, typer.Option(help="Check recorded chat requests: a JSON body a line, in their order.")
+    ] = None,
+) -> None:
+    """Find what makes prompts differ from those before them. Exits with 1 if there is anything."""
+    from spolia.cli.cache import lint
+
+    if not lint(model, traffic):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -68,6 +68,11 @@ class ChatTemplate:
         self._clock = clock
         self._compiled: dict[str, jinja2.Template] = {}
 
+    def at(self, clock: Callable[[], datetime]) -> ChatTemplate:
+        """The same template by another clock."""
+        variants = {name: text for name, text in self._sources.items() if name != "default"}
+        return ChatTemplate(self.source, variants=variants, special_tokens=self._special_tokens, clock=clock)
+
     def render(
         self,
         messages: Sequence[Message],

@@ -69,7 +69,7 @@ class Answer:
 
         Args:
             kind: the id's first word, which tells endpoints apart.
-            messages: what the prompt was rendered from, if it was.
+            messages: the history (see `conversations`) that the prompt was rendered from, if it was.
 
         Raises:
             InvalidRequest: some prompt can never be answered, or there are more than may ever wait.

@@ -15,6 +15,7 @@ from spolia.models import Model, Tokenizer
 from spolia.server.answer import Answer
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
+from spolia.server.conversations import history
 from spolia.server.encoding import encode, params_of_choices
 from spolia.server.rendering import Extras, respond
 from spolia.server.replies import (
@@ -85,7 +86,7 @@ class ChatEndpoint:
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
             wishes=body.wishes(),
-            messages=body.messages,
+            messages=history(body.messages, tools=body.tools, template=body.chat_template_kwargs),
         )
         return await respond(request, body, answer, _ChatRendering(body, answer, model.tokenizer))
 

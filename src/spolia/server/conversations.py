@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-__all__ = ["Conversation", "ConversationLog", "Difference", "compare_messages"]
+__all__ = ["Conversation", "ConversationLog", "Difference", "compare_messages", "history"]
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -24,11 +24,16 @@ _MAX_CONVERSATIONS = 256
 _MAX_BYTES = 16 << 20
 
 
+def history(messages: Sequence[Message], **settings: Any) -> list[Message]:
+    """What a prompt is rendered from, as the log takes it: settings such as `tools`, then the messages."""
+    return [settings, *messages]
+
+
 class Difference(NamedTuple):
-    """Where one message list departs from another.
+    """Where one history departs from another.
 
     Attributes:
-        message: index of the first message that differs.
+        message: index of the first message that differs, in its history: 0 are the settings.
         field: the field that does, as a path, such as "content" or "tool_calls[0].function.arguments".
         kind: "changed", "dropped" or "added" (the field, or the message), or "reordered": the same JSON, written in
             another order.
@@ -46,6 +51,7 @@ class Conversation:
     """A chat request that was answered.
 
     Attributes:
+        messages: its history.
         num_tokens: of prompt and answer that are in the cache.
         reply: the answer's text, as the client got it.
     """

@@ -1,7 +1,7 @@
 """Errors as OpenAI's clients know them: `{"error": {"message", "type", "param", "code"}}` with the right status.
 
-InvalidRequest 400 · UnknownModel, UnknownThing 404 · BodyTooSlow 408 · BodyTooLarge 413 · Overloaded 429 · NotReady 503 ·
-others 500
+InvalidRequest 400 · UnknownModel, UnknownThing 404 · BodyTooSlow 408 · BodyTooLarge 413 · Overloaded 429 ·
+NotReady 503 · others 500
 """
 
 from __future__ import annotations

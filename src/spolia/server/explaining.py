@@ -39,7 +39,7 @@ def explain(
     """Explain a request that has ended.
 
     Args:
-        messages: what the prompt was rendered from, if it was.
+        messages: the history that the prompt was rendered from, if it was.
         log: the conversations before this one.
     """
     why = output.explanation
@@ -105,13 +105,9 @@ def _is_history(earlier: Conversation, messages: Sequence[Mapping[str, Any]]) ->
 
 
 def _message(difference: Difference, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    message = messages[difference.message]
-    told: dict[str, Any] = {
-        "index": difference.message,
-        "role": message.get("role"),
-        "field": difference.field,
-        "kind": difference.kind,
-    }
+    told: dict[str, Any] = {"field": difference.field, "kind": difference.kind}
+    if difference.message > 0:  # else it is a setting, such as the tools
+        told = {"index": difference.message - 1, "role": messages[difference.message].get("role"), **told}
     if difference.position is not None:
         told["character"] = difference.position
     return told
