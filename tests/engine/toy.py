@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.engine import Admission, Engine, EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
+from spolia.engine.drafter import make_drafter
 from spolia.engine.storage import build_cache
 from spolia.kernels import BLOCK_SIZE, StepInputs
 from spolia.kvcache import GroupSpec, namespace_key
@@ -158,6 +159,7 @@ def toy_engine(
     sampler: Any = None,
     eos_token_ids: Sequence[int] = (),
     processors: Mapping[str, Any] | None = None,
+    speculation: str = "off",
     stream_interval_ms: float = 16.0,
     tiers: Sequence[Tier | TierUse] = (),
     fetch: FetchPolicy = "wait",
@@ -187,6 +189,7 @@ def toy_engine(
         observer=observer,
         sampler=sampler,
         tiering=tiering,
+        drafter=make_drafter(speculation, cache),
         check=True,
     )
     fitting = max((n for n in range(max_context) if cache.fits(n, max_batch_tokens)), default=0) + 1

@@ -11,6 +11,7 @@ from pathlib import Path
 from spolia.engine.admission import Admission
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer
+from spolia.engine.drafter import make_drafter
 from spolia.engine.memory import default_num_threads, split_blocks
 from spolia.engine.storage import build_cache, open_tiers
 from spolia.errors import InvalidRequest
@@ -106,6 +107,7 @@ def build_engine(
         clock=clock,
         observer=observer,
         tiering=tiering,
+        drafter=make_drafter(config.speculation, cache),
         check=config.check,
     )
     # Everything that KV bits depend on besides the tokens. The digest covers weights and config.

@@ -42,6 +42,9 @@ class EngineConfig:
         kv_fetch: who waits for KV from other tiers: "planned" (as long as that is sooner than computing it), "wait",
             "timeout" (for `kv_fetch_timeout_s` at most), "best_effort" (nobody).
         kv_fetch_timeout_s: see `kv_fetch`.
+        speculation: guess tokens ahead and check several in one step, which changes no answer: "prompt" (what followed
+            the same words earlier in the text), "tree" (what followed the same text in the cache), "auto" (either), or
+            "off".
         backend: a key of `kernels.BACKENDS`: "cpu", or "reference" (slow, exact numpy).
         cache_salt: engine-wide secret mixed into every namespace, so that nobody outside can guess keys.
         processors: makers of logits processors that requests may use by name, as "NAME=module:Class".
@@ -63,6 +66,7 @@ class EngineConfig:
     kv_min_uses: int = 2
     kv_fetch: FetchPolicy = "planned"
     kv_fetch_timeout_s: float = 1.0
+    speculation: str = "off"
     backend: str = "cpu"
     cache_salt: str = ""
     processors: tuple[str, ...] = ()
@@ -86,6 +90,10 @@ class EngineConfig:
         if self.backend not in BACKENDS:
             raise InvalidRequest(
                 f"backend is {self.backend!r}; it must be one of {', '.join(BACKENDS)}", param="backend"
+            )
+        if self.speculation not in ("off", "prompt", "tree", "auto"):
+            raise InvalidRequest(
+                f"speculation is {self.speculation!r}; it must be one of off, prompt, tree, auto", param="speculation"
             )
         for entry in self.processors:
             name, equals, path = entry.partition("=") if isinstance(entry, str) else ("", "", "")

@@ -8,13 +8,17 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from spolia.engine.drafter import Drafter
 from spolia.engine.outputs import Counters, Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request, Sequence
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
 from spolia.engine.tiering import Tiering
 from spolia.errors import InvalidRequest, ModelError, SpoliaError
-from spolia.generation import PatternTextStream, Sampler, Samples, TextStream
+from spolia.generation import DraftPace, PatternTextStream, Sampler, Samples, TextStream
 from spolia.kernels import BLOCK_SIZE, Executable
 from spolia.kvcache import KVCache
 
@@ -55,6 +59,7 @@ class EngineCore:
         max_context: most tokens of a sequence.
         clock: seconds; only differences matter.
         tiering: where KV goes to and comes from beyond the pools; None: nowhere.
+        drafter: guesses tokens ahead; None: nobody does.
         check: verify the cache's invariants after each step.
     """
 
@@ -71,6 +76,7 @@ class EngineCore:
         observer: Observer | None = None,
         sampler: Sampler | None = None,
         tiering: Tiering | None = None,
+        drafter: Drafter | None = None,
         check: bool = False,
     ) -> None:
         self.cache = cache
@@ -80,6 +86,7 @@ class EngineCore:
         self._observer = observer
         self._sampler = sampler or Sampler(executable.vocab_size)
         self._tiering = tiering
+        self._drafter = drafter
         self._check = check
         self._max_batch_tokens = max_batch_tokens
         self._scheduler = Scheduler(cache, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
@@ -146,7 +153,8 @@ class EngineCore:
             text = TextStream(token_bytes, stop=params.stop, keep_stop=keep_stop)
         else:
             text = PatternTextStream(token_bytes, pattern=pattern, stop=params.stop, keep_stop=keep_stop)
-        sequence = Sequence(request, text)
+        pace = None if self._drafter is None else DraftPace()
+        sequence = Sequence(request, text, pace)
         self._by_id[request.request_id] = sequence
         if self._tiering is None or not self._tiering.begin(sequence):
             self._scheduler.submit(sequence)
@@ -174,15 +182,22 @@ class EngineCore:
                 self._scheduler.submit(sequence)
         if self._by_id:
             started_s = self._clock()
+            if self._drafter is not None:
+                self._drafter.draft(self._scheduler.running)
             plan = self._scheduler.plan_step()
             if plan.entries:
                 self._note_starts(plan, started_s)
                 logits = self._runner.run(plan)
                 sampled = self._commit(plan)
-                samples = self._sampler.sample(logits, [sequence.next_row() for sequence in sampled])
-                now_s = self._clock()
-                self._take_samples(sampled, samples, now_s)
-                self._count(plan, len(sampled), now_s - started_s)
+                num_sampled = len(sampled)
+                if plan.is_plain:
+                    samples = self._sampler.sample(logits, [sequence.next_row() for sequence in sampled])
+                    now_s = self._clock()
+                    self._take_samples(sampled, samples, now_s)
+                else:
+                    num_sampled = self._sample_and_verify(plan, logits)
+                    now_s = self._clock()
+                self._count(plan, num_sampled, now_s - started_s)
             if self._check:
                 self.cache.check()
         deltas, self._deltas = self._deltas, []
@@ -213,6 +228,8 @@ class EngineCore:
         num_duplicate_tokens = stats.num_duplicate_tokens
         sampled = []
         for sequence, start, stop in plan.entries:
+            if stop > sequence.num_tokens:  # drafts are not true yet
+                stop = sequence.num_tokens
             sequence.num_computed_tokens = stop
             if stop - start > 1 or stop % BLOCK_SIZE == 0:
                 if self._tiering is None:
@@ -225,6 +242,65 @@ class EngineCore:
             if stop == sequence.num_tokens:
                 sampled.append(sequence)
         return sampled
+
+    def _sample_and_verify(self, plan: StepPlan, logits: NDArray[np.float32]) -> int:
+        """Score prompts, and draw token after token as long as drafts foresaw them; how many were drawn.
+
+        A draft is right if it is the token that is drawn with the same random number that would be used without it. So
+        speculation changes neither greedy nor sampled answers: they are the same tokens.
+        """
+        checks: list[_Check] = []
+        row = 0
+        for sequence, start, stop in plan.entries:
+            first = sequence.first_logit(start)
+            if stop <= first:
+                continue
+            self._score(sequence, logits[row : row + stop - first], first)
+            if stop >= sequence.num_tokens:
+                known = sequence.num_tokens
+                drafts = sequence.token_ids[known:stop].tolist()
+                checks.append(_Check(sequence, row + known - 1 - first, drafts))
+            row += stop - first
+        num_sampled = 0
+        drafted = [check for check in checks if check.drafts]
+        while checks:
+            rows = [check.row + check.num_accepted for check in checks]
+            samples = self._sampler.sample(logits[rows], [check.sequence.next_row() for check in checks])
+            num_sampled += len(checks)
+            self._take_samples([check.sequence for check in checks], samples, self._clock())
+            checks = [
+                check for check, token_id in zip(checks, samples.token_ids, strict=True) if check.is_foreseen(token_id)
+            ]
+        for check in drafted:
+            sequence = check.sequence
+            if sequence.pace is not None:
+                sequence.pace.learn(len(check.drafts), check.num_accepted)
+            if sequence.lease is not None:
+                self._commit_whole_blocks(sequence)
+        return num_sampled
+
+    def _score(self, sequence: Sequence, logits: NDArray[np.float32], first: int) -> None:
+        """Note what rows from token `first` on say of the prompt tokens that follow them."""
+        num_top = sequence.request.params.prompt_logprobs
+        if sequence.num_scored is None or num_top is None:
+            return
+        last = min(first + len(logits), sequence.num_prompt_tokens - 1)
+        for position in range(max(first, sequence.num_scored), last):
+            token_id = int(sequence.token_ids[position + 1])
+            sequence.prompt_logprobs.append(self._sampler.score(logits[position - first], token_id, num_top))
+        sequence.num_scored = last if last < sequence.num_prompt_tokens - 1 else None
+
+    def _commit_whole_blocks(self, sequence: Sequence) -> None:
+        """As `_commit`, for tokens that became true after the step."""
+        lease = sequence.held_lease
+        if sequence.num_computed_tokens // BLOCK_SIZE > lease.num_computed_tokens // BLOCK_SIZE:
+            num_duplicate_tokens = self.cache.stats.num_duplicate_tokens
+            if self._tiering is None:
+                self.cache.commit(lease, sequence.uncommitted_ids)
+            else:
+                self._tiering.commit(sequence)
+            if self.cache.stats.num_duplicate_tokens != num_duplicate_tokens:
+                sequence.table_changed = True
 
     def _take_samples(self, sampled: Seq[Sequence], samples: Samples, now_s: float) -> None:
         deltas = self._deltas
@@ -317,6 +393,28 @@ class EngineCore:
             ),
             ledger=tuple(self.cache.ledger()),
         )
+
+
+@dataclass(slots=True)
+class _Check:
+    """A sequence whose drafts are being compared with what is drawn, from row `row` of the logits on."""
+
+    sequence: Sequence
+    row: int
+    drafts: list[int]
+    num_accepted: int = 0
+
+    def is_foreseen(self, token_id: int | None) -> bool:
+        """Whether `token_id`, which was just drawn, had been drafted, so that the logits after it are known."""
+        sequence = self.sequence
+        sequence.num_drafts = 0
+        if self.num_accepted == len(self.drafts) or token_id != self.drafts[self.num_accepted]:
+            return False
+        self.num_accepted += 1
+        if sequence.finish_reason is not None:
+            return False
+        sequence.num_computed_tokens += 1
+        return True
 
 
 def _without_first(num_bytes: int, token_bytes: Callable[[int], bytes]) -> Callable[[int], bytes]:

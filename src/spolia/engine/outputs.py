@@ -45,6 +45,9 @@ class RequestOutput:
         num_restored_tokens: of those, by tier, the ones that were brought up from there for this request.
         explanation: why the other prompt tokens were not; None if the request was aborted before it was looked up.
         num_truncated_tokens: dropped from the prompt, which was too long; 0 unless that was asked for.
+        prompt_logprobs: where asked for, one entry a prompt token from the second on: nothing comes before the first.
+        num_drafted_tokens: guessed ahead by speculation.
+        num_accepted_tokens: of those, right, so that they cost no step of their own.
         seed: the one that was used; passing it again gives the same answer.
         namespace: who may share its KV.
         outcome: how it ended, for retention.
@@ -70,6 +73,9 @@ class RequestOutput:
     ranges: tuple[TokenRange, ...] = ()
     evicted_age_s: float | None = None
     num_truncated_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

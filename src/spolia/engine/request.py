@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from spolia.engine.outputs import FinishReason, RequestOutput, Timings
 from spolia.errors import Bug
-from spolia.generation import Pipeline, RowSampling, SamplingParams, StopPattern, TextStream, TokenLogprobs
+from spolia.generation import DraftPace, Pipeline, RowSampling, SamplingParams, StopPattern, TextStream, TokenLogprobs
 from spolia.kvcache import Explanation, Lease, Outcome, TokenRange, Wish, attribute
 from spolia.tiers import KeyChain
 
@@ -79,6 +79,10 @@ class Sequence:
         num_slots: tokens [0, num_slots) have slots.
         table_changed: the lease's block table is not the one that the runner has seen.
         num_ever_computed_tokens: how far it had come before it was preempted: computing these again is rework.
+        num_drafts: tokens after the first `num_tokens` that were guessed, and that the next step checks.
+        pace: how much to guess; None: nothing.
+        num_scored: prompt tokens whose successors have their log-probabilities; None: nobody asked for these, or all
+            have.
         num_passed_over: later requests that were admitted before it.
         chain: names of its whole blocks in other tiers; None as long as nobody asked.
         restored: (start, stop, tier) of tokens whose KV was brought up from a tier for it.
@@ -97,13 +101,17 @@ class Sequence:
         "logprobs",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_drafts",
         "num_ever_computed_tokens",
         "num_passed_over",
         "num_prompt_tokens",
         "num_restored_tokens",
+        "num_scored",
         "num_shared_tokens",
         "num_slots",
         "num_tokens",
+        "pace",
+        "prompt_logprobs",
         "request",
         "restored",
         "stop_reason",
@@ -113,10 +121,15 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, request: Request, text: TextStream) -> None:
+    def __init__(self, request: Request, text: TextStream, pace: DraftPace | None = None) -> None:
         self.request = request
+        self.pace = pace
+        self.num_drafts = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
+        wants_scores = request.params.prompt_logprobs is not None and self.num_prompt_tokens > 1
+        self.num_scored = 0 if wants_scores else None
         self.token_ids = np.empty(self.num_prompt_tokens + request.max_tokens, np.int32)
         self.token_ids[: self.num_tokens] = request.prompt_token_ids
         self.text = text
@@ -168,6 +181,16 @@ class Sequence:
         return self.token_ids[: self.num_tokens]
 
     @property
+    def is_scoring(self) -> bool:
+        """Whether log-probabilities of the prompt are still to come."""
+        return self.num_scored is not None
+
+    @property
+    def reusable_ids(self) -> NDArray[np.int32]:
+        """What the cache may be asked for: it gives all but the last. Tokens that are to be scored must be computed."""
+        return self.known_ids[: self.num_scored + 1] if self.num_scored is not None else self.known_ids
+
+    @property
     def generated_ids(self) -> tuple[int, ...]:
         return tuple(self.token_ids[self.num_prompt_tokens : self.num_tokens].tolist())
 
@@ -192,6 +215,11 @@ class Sequence:
         if self.finish_reason in (None, "abort"):
             return Outcome.BROKEN_OFF
         return Outcome.TOOL_CALL if ends_in_tool_call("".join(self.text_parts)) else Outcome.TURN
+
+    def first_logit(self, start: int) -> int:
+        """The first token of a step that begins at `start` whose logits are wanted, if the step gets there."""
+        first = self.num_tokens - 1 if self.num_scored is None else min(self.num_scored, self.num_tokens - 1)
+        return max(start, first)
 
     def next_row(self) -> RowSampling:
         """How to draw the token after `num_tokens`."""
@@ -275,6 +303,9 @@ class Sequence:
             explanation=self.explanation,
             seed=self.request.seed,
             num_truncated_tokens=self.request.num_truncated_tokens,
+            prompt_logprobs=None if self.request.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            num_drafted_tokens=0 if self.pace is None else self.pace.num_drafted,
+            num_accepted_tokens=0 if self.pace is None else self.pace.num_accepted,
             timings=Timings(
                 queue_s=None if self.first_step_s is None else self.first_step_s - arrival_s,
                 first_token_s=None if self.first_token_s is None else self.first_token_s - arrival_s,

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
-from spolia.engine.scheduler import StepPlan
+from spolia.engine.scheduler import MAX_EXTRA_LOGITS, StepPlan
 from spolia.kernels import BLOCK_SIZE, BlockCopy, Executable, StepInputs
 
 __all__ = ["Runner"]
@@ -36,10 +36,11 @@ class Runner:
         self._tables = [
             np.full((max_sequences, math.ceil(max_context / BLOCK_SIZE) + 1), -1, np.int32) for _ in range(num_groups)
         ]
-        self._logits = np.zeros((max_sequences, executable.vocab_size), np.float32)
+        # Untouched rows take no memory. A sequence has at most one row beyond the budget of extra ones.
+        self._logits = np.zeros((2 * max_sequences + MAX_EXTRA_LOGITS, executable.vocab_size), np.float32)
 
     def run(self, plan: StepPlan) -> NDArray[np.float32]:
-        """Run a step; float32 `[len(plan.sampling), vocab_size]`, valid until the next call."""
+        """Run a step; float32 `[num_wanted, vocab_size]`, in the order of the plan, valid until the next call."""
         inputs = self._inputs(plan)
         logits = self._logits[: len(inputs.logit_rows)]
         self._executable.run(inputs, logits)
@@ -58,8 +59,10 @@ class Runner:
             row = end
             row_starts.append(row)
             lanes.append(sequence.lane)
-            if stop == sequence.num_tokens:
+            if stop == sequence.num_tokens and plan.is_plain:
                 logit_rows.append(row - 1)
+            elif not plan.is_plain and (num_logits := stop - sequence.first_logit(start)) > 0:
+                logit_rows.extend(range(row - num_logits, row))
         return StepInputs(
             token_ids=token_ids[:row],
             positions=positions[:row],

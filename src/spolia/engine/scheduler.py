@@ -33,13 +33,16 @@ from spolia.errors import Bug
 from spolia.kernels import BLOCK_SIZE
 from spolia.kvcache import BlockCopy, KVCache, Outcome
 
-__all__ = ["LOOKAHEAD", "MAX_PASSED_OVER", "Entry", "Scheduler", "StepPlan"]
+__all__ = ["LOOKAHEAD", "MAX_EXTRA_LOGITS", "MAX_PASSED_OVER", "Entry", "Scheduler", "StepPlan"]
 
 LOOKAHEAD = 32
 """Waiting sequences that are compared at each admission: bounds its cost, however many wait."""
 
 MAX_PASSED_OVER = 16
 """Later requests that may be admitted before an earlier one."""
+
+MAX_EXTRA_LOGITS = 64
+"""Rows of a step whose logits are wanted besides the last of each sequence: bounds the memory for them."""
 
 _MAX_HEADROOM = 64  # blocks a running sequence: 1,024 tokens
 
@@ -60,11 +63,15 @@ class StepPlan:
         entries: in the order of the step's rows.
         copies: to be made before the step, in order.
         num_preempted: sequences that gave way.
+        num_extra_logits: rows whose logits are wanted besides the last of each sequence; 0: the step is a plain one.
+        is_plain: no sequence has drafts to check or a prompt to score.
     """
 
     entries: list[Entry] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     num_preempted: int = 0
+    num_extra_logits: int = 0
+    is_plain: bool = True
 
 
 class Scheduler:
@@ -88,6 +95,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting) + len(self._preempted)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Oldest first. Not to be changed."""
+        return self._running
 
     @property
     def num_running(self) -> int:
@@ -124,6 +136,8 @@ class Scheduler:
             num_behind = len(self._running) - index - 1
             start = sequence.num_computed_tokens
             stop = min(sequence.num_tokens, start + budget - num_behind)
+            if sequence.num_drafts or sequence.is_scoring:
+                stop = self._stop_of_special(sequence, start, stop, start + budget - num_behind, plan)
             if stop <= sequence.num_slots or self._grow(sequence, stop, plan):
                 plan.entries.append(Entry(sequence, start, stop))
                 budget -= stop - start
@@ -133,6 +147,34 @@ class Scheduler:
         if not plan.entries and self.num_waiting:
             raise Bug(f"{self.num_waiting} sequences wait, none runs, and none could be admitted")
         return plan
+
+    def _stop_of_special(self, sequence: Sequence, start: int, stop: int, most: int, plan: StepPlan) -> int:
+        """How far a sequence goes of whose tokens more than the last have logits that are wanted.
+
+        Drafts take what is free, and nothing that anybody else could use: no token of another's budget, no cached
+        block.
+        """
+        plan.is_plain = False
+        left = MAX_EXTRA_LOGITS - plan.num_extra_logits
+        if sequence.is_scoring:
+            stop = max(start + 1, min(stop, start + left))
+        if stop == sequence.num_tokens and sequence.num_drafts:
+            stop = min(stop + min(sequence.num_drafts, max(left, 0)), most)
+            room = -(-sequence.num_tokens // BLOCK_SIZE) * BLOCK_SIZE  # it gets these slots in any case
+            if stop > room and not self._takes_free_blocks(sequence, stop, plan):
+                stop = room
+        sequence.num_drafts = max(0, stop - sequence.num_tokens)
+        plan.num_extra_logits += max(0, stop - sequence.first_logit(start) - 1)
+        return stop
+
+    def _takes_free_blocks(self, sequence: Sequence, stop: int, plan: StepPlan) -> bool:
+        """Give `sequence` slots up to `stop` if that costs nobody anything."""
+        if stop <= sequence.num_slots:
+            return True
+        num_blocks = 1 + -(-(stop - sequence.num_slots) // BLOCK_SIZE)  # one to copy a shared block to
+        if any(ledger.free < num_blocks for ledger in self._cache.ledger()):
+            return False
+        return self._take_slots(sequence, stop, plan)
 
     def _grow(self, sequence: Sequence, stop: int, plan: StepPlan) -> bool:
         """Give `sequence` slots up to `stop`, preempting from the newest on; False if it had to give way itself."""
@@ -168,7 +210,7 @@ class Scheduler:
         self._free_lanes.append(sequence.lane)
         self._is_full = False
         sequence.num_ever_computed_tokens = max(sequence.num_ever_computed_tokens, sequence.num_computed_tokens)
-        sequence.num_computed_tokens = sequence.num_slots = 0
+        sequence.num_computed_tokens = sequence.num_slots = sequence.num_drafts = 0
 
     # Admission.
 
@@ -229,13 +271,15 @@ class Scheduler:
         request = sequence.request
         lease = self._cache.open(
             request.namespace,
-            sequence.known_ids,
+            sequence.reusable_ids,
             resumed=sequence.num_ever_computed_tokens > 0,
             label=request.request_id,
             wishes=request.wishes,
         )
         start = lease.num_computed_tokens
         stop = min(sequence.num_tokens, start + budget)
+        if sequence.is_scoring:
+            stop = self._stop_of_special(sequence, start, stop, stop, plan)
         sequence.lease = lease
         sequence.num_computed_tokens = sequence.num_slots = start
         if (self._running and not self._has_room(sequence)) or not self._take_slots(sequence, stop, plan):

@@ -6,6 +6,7 @@ its parameters, its seed and its position, to the bit, whoever its neighbours in
 
 from __future__ import annotations
 
+from spolia.generation.drafting import MAX_DRAFTS, DraftPace, prompt_lookup
 from spolia.generation.healing import Healing
 from spolia.generation.history import History
 from spolia.generation.params import FILTER_NAMES, MAX_LOGPROBS, SamplingParams
@@ -22,8 +23,10 @@ from spolia.generation.vocabulary import Vocabulary
 __all__ = [
     "FILTERS",
     "FILTER_NAMES",
+    "MAX_DRAFTS",
     "MAX_LOGPROBS",
     "PROCESSORS",
+    "DraftPace",
     "Healing",
     "History",
     "PatternTextStream",
@@ -45,5 +48,6 @@ __all__ = [
     "WatermarkDetector",
     "build_pipeline",
     "import_processor",
+    "prompt_lookup",
     "uniform",
 ]

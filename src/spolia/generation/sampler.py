@@ -111,6 +111,11 @@ class Sampler:
                 )
         return Samples(token_ids, logprobs)
 
+    def score(self, logits: NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
+        """The log-probability that a row gives to a token, and its `num_top` most likely ones."""
+        log_normaliser, top = self._distribution(logits, num_top)
+        return TokenLogprobs(token_id, float(logits[token_id]) - log_normaliser, top)
+
     def _distribution(self, logits: NDArray[np.float32], num_top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
         """Of one row: what to subtract from a logit for its log-probability, and the `num_top` most likely tokens."""
         np.copyto(self._row, logits)

@@ -99,7 +99,13 @@ class StructuredOutput:
 
 
 class GrammarMask:
-    """Forbids what the form does not allow next; a processor with state."""
+    """Forbids what the form does not allow next; a processor with state.
+
+    The matcher is used by one thread at a time: by the pool's from `take` until the mask is there, else by the caller's.
+
+    Attributes:
+        is_complete: nothing more may follow.
+    """
 
     def __init__(self, matcher: LLMatcher, pool: ThreadPoolExecutor, vocab_size: int) -> None:
         self._matcher = matcher
@@ -107,11 +113,7 @@ class GrammarMask:
         self._vocab_size = vocab_size
         self._num_seen: int | None = None  # tokens of the history that the matcher knows
         self._next: Future[NDArray[np.bool_]] | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing more may follow."""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+        self.is_complete = False
 
     def take(self, history: History) -> None:
         """Follow the history to its end, and begin to compute what may come next."""
@@ -119,10 +121,13 @@ class GrammarMask:
             self._num_seen = history.num_prompt_tokens
         if self._num_seen == history.num_tokens and self._next is not None:
             return
+        if self._next is not None:
+            self._next.result()
         for token_id in history.buffer[self._num_seen : history.num_tokens].tolist():
             if not self._matcher.is_stopped():
                 self._matcher.consume_token(token_id)
         self._num_seen = history.num_tokens
+        self.is_complete = self._matcher.is_stopped() and not self._matcher.is_error()
         self._next = self._pool.submit(self._forbidden)
 
     def process(self, logits: Logits, rows: Sequence[History]) -> None:

@@ -115,6 +115,19 @@ class KVCache:
         path, length = self._tree.match(namespace, ids)
         return self._tree.usable(path, min(length, max(0, len(ids) - 1)))
 
+    def continuation(self, namespace: bytes, token_ids: ArrayLike, num_tokens: int) -> Ids:
+        """What followed exactly these tokens before, up to `num_tokens` of it, by the latest path; often nothing."""
+        ids = _as_ids(token_ids)
+        path, length = self._tree.match(namespace, ids)
+        found: list[Ids] = []
+        node = path[-1] if path and length == len(ids) else None
+        while node is not None and num_tokens > 0:
+            following = node.token_ids[max(0, length - node.start) :][:num_tokens].copy()
+            found.append(following)
+            num_tokens -= len(following)
+            node = next(reversed(node.children.values()), None)
+        return np.concatenate(found) if found else np.empty(0, np.int32)
+
     def open(
         self,
         namespace: bytes,
