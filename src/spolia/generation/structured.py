@@ -101,7 +101,7 @@ class StructuredOutput:
 class GrammarMask:
     """Forbids what the form does not allow next; a processor with state.
 
-    The matcher is used by one thread at a time: by the pool's from `take` until the mask is there, else by the caller's.
+    The matcher is used by one thread at a time: by the pool's from `take` until the mask is there, else the caller's.
 
     Attributes:
         is_complete: nothing more may follow.
