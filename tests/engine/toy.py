@@ -104,7 +104,11 @@ class ToyExecutable:
                 self._read(pool, table[sequence], 0 if window is None else max(0, length - window), length)
                 for pool, table, window in zip(self.pools, step.block_tables, self.windows, strict=True)
             ]
-            out[:] = np.nan if self.poison is not None and self.poison in views[0] else _hash_to_logits(views)
+            out[:] = np.nan if self.poison is not None and self.poison in views[0] else self.logits_of(views)
+
+    def logits_of(self, views: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
+        """What follows the tokens that each group can see."""
+        return _hash_to_logits(views)
 
     def _read(self, pool: NDArray[Any], table: NDArray[np.int32], start: int, stop: int) -> NDArray[np.int32]:
         positions = np.arange(start, stop, dtype=np.int32)
@@ -160,6 +164,7 @@ def toy_engine(
     eos_token_ids: Sequence[int] = (),
     processors: Mapping[str, Any] | None = None,
     speculation: str = "off",
+    executable: ToyExecutable | None = None,
     stream_interval_ms: float = 16.0,
     tiers: Sequence[Tier | TierUse] = (),
     fetch: FetchPolicy = "wait",
@@ -167,7 +172,7 @@ def toy_engine(
     clock: Callable[[], float] | None = None,
 ) -> Engine:
     """An engine on the toy, with the cache checked after each step."""
-    executable = ToyExecutable(windows)
+    executable = executable or ToyExecutable(windows)
     counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else num_blocks
     pools = [np.zeros((n, executable.block_bytes(0)), np.uint8) for n in counts]
     executable.bind_kv(pools)

@@ -11,15 +11,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
+import numpy as np
 import uvicorn
 
-from engine.toy import ByteTokenizer, toy_engine
+from engine.toy import EOS, VOCAB_SIZE, ByteTokenizer, ToyExecutable, toy_engine
 from spolia.engine import AsyncEngine, RequestOutput, StepStats
 from spolia.errors import InvalidRequest
 from spolia.models.tokenizer import SpecialTokens
 from spolia.server import ServerConfig, create_app, listen
 
-__all__ = ["ChattyToy", "Pace", "chatty_engine", "eventually", "metric", "serving"]
+__all__ = ["ChattyToy", "Pace", "chatty_engine", "eventually", "metric", "scripted_engine", "serving"]
 
 
 class TextTokenizer(ByteTokenizer):
@@ -41,11 +42,14 @@ class TextTokenizer(ByteTokenizer):
 class PlainTemplate:
     """`role: content` a line."""
 
+    source = tool_source = "<tool_call>"
+
     def render(self, messages: list[dict[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True) -> str:
         if any(message["role"] == "nobody" for message in messages):
             raise InvalidRequest("nobody may not speak", param="messages")
         lines = [f"{message['role']}: {message['content']}" for message in messages]
-        return "\n".join([*(tool["function"]["name"] for tool in tools or ()), *lines, "assistant:"])
+        end = ["assistant:"] if add_generation_prompt else []
+        return "\n".join([*(tool["function"]["name"] for tool in tools or ()), *lines, *end])
 
 
 @dataclass
@@ -55,6 +59,33 @@ class ChattyToy:
     name: str = "toy"
     tokenizer: TextTokenizer = field(default_factory=TextTokenizer)
     chat_template: PlainTemplate | None = field(default_factory=PlainTemplate)
+    architecture: str = "toy"
+    num_parameters: int = 257_000_000
+    main_type: str = "F32"
+    file_bytes: int = 1000
+    digest: bytes = bytes(32)
+    context_length: int = 4096
+
+
+class ScriptedExecutable(ToyExecutable):
+    """Says what the script has for the prompt's last line before the answer, byte by byte, and then ends."""
+
+    def __init__(self, script: Mapping[str, str]) -> None:
+        super().__init__()
+        self._script = script
+
+    def logits_of(self, views: Any) -> Any:
+        prompt, _, said = bytes(id_ for id_ in views[0].tolist() if id_ < 256).rpartition(b"assistant:")
+        answer = self._script[prompt.decode().strip().rpartition("\n")[2]].encode()
+        logits = np.zeros(VOCAB_SIZE, np.float32)
+        logits[answer[len(said)] if len(said) < len(answer) else EOS] = 50.0
+        return logits
+
+
+def scripted_engine(script: Mapping[str, str], **settings: Any) -> AsyncEngine:
+    """An engine whose model knows its answers by heart: from "user: ..." (the last message) to the reply's text."""
+    parts = toy_engine(executable=ScriptedExecutable(script), eos_token_ids=[EOS], **settings)
+    return AsyncEngine(replace(parts, model=ChattyToy()))  # type: ignore[arg-type]
 
 
 class Pace:

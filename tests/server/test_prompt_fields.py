@@ -12,7 +12,7 @@ import pytest
 from engine.toy import toy_answer
 from spolia.errors import InvalidRequest
 from spolia.models.tokenizer import SpecialTokens
-from spolia.server.completions import infill_ids
+from spolia.server.fill_in import infill_ids
 
 from .harness import ChattyToy, TextTokenizer, chatty_engine, serving
 

@@ -36,6 +36,7 @@ from spolia.cli.flags import (
     ThreadsFlag,
     TopKFlag,
     TopPFlag,
+    parse_size,
 )
 from spolia.errors import InvalidRequest, SpoliaError
 
@@ -115,6 +116,18 @@ def serve(
     max_waiting: Annotated[
         int | None, typer.Option(help="Requests that may queue; the next is answered 429. Default: 1024.")
     ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML file of API keys. Default: nobody is asked for one.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate chain in PEM: HTTPS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's private key.")] = None,
+    max_body: Annotated[
+        int | None, typer.Option(metavar="SIZE", parser=parse_size, help="Largest request body. Default: 32MiB.")
+    ] = None,
+    request_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Longest that an answer may take. Default: 3600.")
+    ] = None,
+    log_format: Annotated[str | None, typer.Option(metavar="FORM", help="Log as text (default) or json.")] = None,
     kv_dtype: KvDtypeFlag = None,
     kv_memory: KvMemoryFlag = None,
     kv_disk: KvDiskFlag = None,
@@ -145,7 +158,17 @@ def serve(
         processors=processor,
         check=check,
     )
-    run(model, name=name, engine=engine, host=host, port=port, max_waiting=max_waiting, record=record)
+    server = {
+        "host": host,
+        "port": port,
+        "max_waiting": max_waiting,
+        "keys": keys,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "max_body_bytes": max_body,
+        "request_timeout_s": request_timeout,
+    }
+    run(model, name=name, engine=engine, server=server, log_format=log_format, record=record)
 
 
 @app.command()

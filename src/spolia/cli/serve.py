@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from spolia.cli.models import fetch
 from spolia.cli.recording import Recording
 from spolia.engine import AsyncEngine
 from spolia.errors import InvalidRequest, SpoliaError
-from spolia.server import ServerConfig, listen
+from spolia.server import ServerConfig, listen, log_fields, read_keys, set_up_logging
 
 __all__ = ["run"]
 
@@ -25,25 +25,30 @@ def run(
     *,
     name: str | None,
     engine: EngineFlags,
-    host: str | None,
-    port: int | None,
-    max_waiting: int | None,
+    server: Mapping[str, Any],
+    log_format: str | None,
     record: Path | None = None,
 ) -> None:
     """Serve until a signal; see `spolia.server.serve`.
+
+    Args:
+        server: fields of `ServerConfig`; None for what was not given.
 
     Raises:
         ModelError: the model cannot be had or read.
         InvalidRequest: a flag that is impossible.
         SpoliaError: the address cannot be had.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    if log_format not in (None, "text", "json"):
+        raise InvalidRequest(f"log_format is {log_format!r}; it must be text or json", param="log_format")
+    set_up_logging("json" if log_format == "json" else "text")
     config = engine.config()
-    given: dict[str, Any] = {"host": host, "port": port, "max_waiting": max_waiting}
     try:
-        settings = ServerConfig(**{key: value for key, value in given.items() if value is not None})
+        settings = ServerConfig(**{key: value for key, value in server.items() if value is not None})
+        if settings.keys is not None:
+            read_keys(settings.keys)  # what is wrong with it is told before anything takes time
+    except SpoliaError:
+        raise
     except ValueError as error:
         raise InvalidRequest(str(error)) from None
     try:
@@ -57,7 +62,12 @@ def run(
     served_name = name or _name(source)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    logging.getLogger("spolia.server").info("listening model=%s url=http://%s:%d/v1", served_name, shown, port)
+    scheme = "http" if settings.tls_cert is None else "https"
+    log_fields(
+        logging.getLogger("spolia.server"),
+        "listening",
+        {"model": served_name, "url": f"{scheme}://{shown}:{port}/v1"},
+    )
     # Loading begins before the web framework is imported: each takes about half a second of start-up.
     loading = _in_background(lambda: _load(source, config, recording))
 

@@ -18,13 +18,14 @@ from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.async_engine import AsyncEngine, TokenStream
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer, StepStats
+from spolia.engine.inspection import LaneView, lanes
 from spolia.engine.llm import LLM
 from spolia.engine.outputs import Counters, Delta, EngineStats, FinishReason, RequestOutput, Timings
 from spolia.engine.request import Request, Sequence
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
 from spolia.generation import SamplingParams, StructuredOutput, TokenLogprobs
-from spolia.kvcache import DEFAULT_PRIORITY, Explanation, Ledger, MissReason, Outcome, TokenRange, Wish
+from spolia.kvcache import DEFAULT_PRIORITY, CacheStats, Explanation, Ledger, MissReason, Outcome, TokenRange, Wish
 from spolia.models import Model, load
 from spolia.tiers import TierState, TierStats
 
@@ -33,6 +34,7 @@ __all__ = [
     "LLM",
     "Admission",
     "AsyncEngine",
+    "CacheStats",
     "Counters",
     "Delta",
     "Engine",
@@ -41,6 +43,7 @@ __all__ = [
     "EngineStats",
     "Explanation",
     "FinishReason",
+    "LaneView",
     "Ledger",
     "MissReason",
     "Model",
@@ -63,5 +66,6 @@ __all__ = [
     "TokenStream",
     "Wish",
     "build_engine",
+    "lanes",
     "load",
 ]

@@ -101,6 +101,7 @@ def build_engine(
         executable,
         cache,
         token_bytes=_text_bytes(model.tokenizer),
+        special_token_bytes=model.tokenizer.token_bytes,
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=max_sequences,
         max_context=max_context,

@@ -18,7 +18,7 @@ from spolia.engine.request import Request
 from spolia.engine.thread import EngineThread
 from spolia.errors import SpoliaError
 from spolia.generation import SamplingParams
-from spolia.kvcache import Wish
+from spolia.kvcache import CacheStats, Wish
 from spolia.models import Model
 
 __all__ = ["AsyncEngine", "TokenStream"]
@@ -66,6 +66,11 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """Queue lengths, counters and block ledger as of the last step. Costs nothing; any thread."""
         return self._engine.core.stats
+
+    @property
+    def cache_stats(self) -> CacheStats:
+        """The cache's own counters, which the engine's thread goes on counting up: read, and do not keep."""
+        return self._engine.core.cache.stats
 
     @property
     def failure(self) -> SpoliaError | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -56,6 +56,7 @@ class EngineCore:
     Args:
         executable: with its KV pools bound, of the sizes that `cache` was made with.
         token_bytes: text of a token; b"" for special ones.
+        special_token_bytes: text of any token, for requests that want special ones shown; None: as `token_bytes`.
         max_context: most tokens of a sequence.
         clock: seconds; only differences matter.
         tiering: where KV goes to and comes from beyond the pools; None: nowhere.
@@ -69,6 +70,7 @@ class EngineCore:
         cache: KVCache,
         *,
         token_bytes: Callable[[int], bytes],
+        special_token_bytes: Callable[[int], bytes] | None = None,
         max_batch_tokens: int,
         max_sequences: int,
         max_context: int,
@@ -82,6 +84,7 @@ class EngineCore:
         self.cache = cache
         self.executable = executable
         self._token_bytes = token_bytes
+        self._special_token_bytes = special_token_bytes or token_bytes
         self._clock = clock
         self._observer = observer
         self._sampler = sampler or Sampler(executable.vocab_size)
@@ -133,6 +136,15 @@ class EngineCore:
             return 0.0
         return None if self._tiering is None else self._tiering.idle_s
 
+    @property
+    def max_sequences(self) -> int:
+        """Lanes of the batch."""
+        return self._scheduler.max_sequences
+
+    def sequences(self) -> Iterable[Sequence]:
+        """All that have not ended: running, preempted, waiting."""
+        return self._scheduler.sequences()
+
     def set_waker(self, wake: Callable[[], None]) -> None:
         """`wake` is called, on any thread, when something arrives that `step` should see to."""
         if self._tiering is not None:
@@ -145,7 +157,7 @@ class EngineCore:
 
     def submit(self, request: Request) -> None:
         params = request.params
-        token_bytes = self._token_bytes
+        token_bytes = self._token_bytes if params.skip_special_tokens else self._special_token_bytes
         if request.num_skipped_bytes:
             token_bytes = _without_first(request.num_skipped_bytes, token_bytes)
         keep_stop, pattern = params.include_stop_str_in_output, request.stop_pattern

@@ -122,6 +122,11 @@ class ChatTemplate:
             except _CannotRender:
                 raise error.as_request() from error
 
+    @property
+    def tool_source(self) -> str:
+        """The text of the template that is taken where tools are given."""
+        return self._sources.get("tool_use", self.source)
+
     @cached_property
     def takes_parts(self) -> bool:
         """Whether the template reads content as a list of parts; found out by giving it some."""

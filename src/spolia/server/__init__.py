@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from spolia.server.config import ServerConfig
 from spolia.server.listener import listen
+from spolia.server.logs import log_fields, set_up_logging
 
 if TYPE_CHECKING:
+    from spolia.server.access.keys import read_keys
     from spolia.server.app import create_app
     from spolia.server.serving import serve
 
-__all__ = ["ServerConfig", "create_app", "listen", "serve"]
+__all__ = ["ServerConfig", "create_app", "listen", "log_fields", "read_keys", "serve", "set_up_logging"]
 
-_HOMES = {"create_app": "app", "serve": "serving"}
+_HOMES = {"create_app": "app", "read_keys": "access.keys", "serve": "serving"}
 
 
 def __getattr__(name: str) -> Any:

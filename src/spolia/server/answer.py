@@ -12,12 +12,15 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from spolia.engine import Delta, RequestOutput, SamplingParams, TokenStream, Wish
+from spolia.engine import DEFAULT_PRIORITY, Delta, RequestOutput, SamplingParams, TokenStream, Wish
 from spolia.errors import InvalidRequest, Overloaded
+from spolia.server.access import Caller, current_caller
 from spolia.server.conversations import Conversation
 from spolia.server.explaining import Explained, explain
+from spolia.server.logs import log_fields
 from spolia.server.replies import Usage
 from spolia.server.served import ServedModel
 
@@ -51,6 +54,8 @@ class Answer:
         self._last_token_s: dict[int, float] = {}
         self._messages = messages
         self._explained: dict[int, Explained] = {}
+        self._caller = current_caller()
+        self._deadline: asyncio.TimerHandle | None = None
 
     @classmethod
     def submit(
@@ -85,18 +90,23 @@ class Answer:
             )
         if served.num_waiting + num_asked > max_waiting:
             raise Overloaded(f"{served.num_waiting} requests are waiting, of at most {max_waiting}; try again later")
+        caller = answer._caller
+        if caller.account is not None:
+            caller.account.admit(len(params) * sum(map(len, prompts)))
+            wishes = _capped(wishes, caller.account.settings.priority)
         try:
             for choice, (prompt, choice_params) in enumerate(itertools.product(prompts, params)):
                 id_ = f"{answer.id}-{choice}"
                 stream = served.engine.generate(
-                    prompt, choice_params, request_id=id_, cache_salt=cache_salt, wishes=wishes
+                    prompt, choice_params, request_id=id_, cache_salt=caller.cache_salt(cache_salt), wishes=wishes
                 )
                 answer._streams.append(stream)
                 served.streams.add(stream)
         except BaseException:
             answer.abort()
-            served.streams.difference_update(answer._streams)
+            answer._settle()
             raise
+        answer._deadline = asyncio.get_running_loop().call_later(served.request_timeout_s, answer.abort)
         return answer
 
     @property
@@ -129,7 +139,17 @@ class Answer:
                     yield pair
         finally:
             self.abort()
-            self._served.streams.difference_update(self._streams)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Once, at the end: what the answer took is put down to who asked."""
+        self._served.streams.difference_update(self._streams)
+        if self._deadline is not None:
+            self._deadline.cancel()
+        account, self._caller = self._caller.account, Caller(None, self._caller.request_id)
+        if account is not None:
+            outputs = self.outputs.values()
+            account.settle(sum(len(output.prompt_token_ids) + len(output.token_ids) for output in outputs))
 
     async def finish(self) -> list[RequestOutput]:
         """All outputs, by choice."""
@@ -179,7 +199,26 @@ class Answer:
             self._served.streams.discard(self._streams[choice])
             self._take_output(choice, delta.output)
             metrics.observe(delta.output, self._explained[choice].ranges)
-            _log(self.model, delta.output)
+            self._log(delta.output)
+
+    def _log(self, output: RequestOutput) -> None:
+        timings = output.timings
+        fields: dict[str, Any] = {
+            "request": output.request_id,
+            "model": self.model,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "cached_tokens": output.num_cached_tokens,
+            "output_tokens": len(output.token_ids),
+            "ttft_ms": None if timings.first_token_s is None else round(1e3 * timings.first_token_s, 1),
+            "total_ms": round(1e3 * timings.total_s, 1),
+            "finish": output.finish_reason,
+        }
+        caller = self._caller
+        if caller.account is not None:
+            fields |= {"key": caller.account.settings.name, "tenant": caller.tenant}
+        if caller.request_id is not None:
+            fields["client_request"] = caller.request_id
+        log_fields(logger, "answered", fields)
 
     def _take_output(self, choice: int, output: RequestOutput) -> None:
         """Explain it, for whoever asks now or later, and remember what was said."""
@@ -221,17 +260,10 @@ class Answer:
                 task.cancel()
 
 
-def _log(model: str, output: RequestOutput) -> None:
-    timings = output.timings
-    ttft = "-" if timings.first_token_s is None else f"{1e3 * timings.first_token_s:.1f}"
-    logger.info(
-        "request=%s model=%s prompt_tokens=%d cached_tokens=%d output_tokens=%d ttft_ms=%s total_ms=%.1f finish=%s",
-        output.request_id,
-        model,
-        len(output.prompt_token_ids),
-        output.num_cached_tokens,
-        len(output.token_ids),
-        ttft,
-        1e3 * timings.total_s,
-        output.finish_reason,
-    )
+def _capped(wishes: Sequence[Wish], priority: int | None) -> Sequence[Wish]:
+    """A key's priority is what its KV gets, and no more, whatever a request wishes."""
+    if priority is None:
+        return wishes
+    if not wishes:
+        return [] if priority == DEFAULT_PRIORITY else [Wish(priority)]
+    return [replace(wish, priority=min(wish.priority, priority)) for wish in wishes]

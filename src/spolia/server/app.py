@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -14,12 +15,16 @@ from starlette.requests import ClientDisconnect
 import spolia
 from spolia.engine import AsyncEngine
 from spolia.errors import SpoliaError
+from spolia.server.access import Gate, KeyRing
+from spolia.server.anthropic import AnthropicEndpoints
 from spolia.server.body import BodyDeadlines
 from spolia.server.cache import CacheEndpoints
 from spolia.server.chat import ChatEndpoint
 from spolia.server.completions import CompletionEndpoint
 from spolia.server.config import ServerConfig
 from spolia.server.errors import handle_disconnect, handle_error, handle_http_exception
+from spolia.server.llamacpp import LlamaCppEndpoints
+from spolia.server.ollama import OllamaEndpoints, OllamaLibrary
 from spolia.server.routes import Route
 from spolia.server.schema import ChatRequest, CompletionRequest
 from spolia.server.served import ServedModels
@@ -36,12 +41,17 @@ def create_app(engines: Mapping[str, AsyncEngine | Future[AsyncEngine]], config:
 
     Args:
         engines: loaded, or about to be: requests for a model that is still loading are answered 503.
+
+    Raises:
+        InvalidRequest: the key file cannot be read, or what it says is not allowed.
     """
     config = config or ServerConfig()
-    models = ServedModels({name: _promise(engine) for name, engine in engines.items()})
+    promises = {name: _promise(engine) for name, engine in engines.items()}
+    models = ServedModels(promises, request_timeout_s=config.request_timeout_s)
     app = _App(_routes(models, config))
     app.state.models = models
     app.state.body_deadlines = BodyDeadlines(config.body_timeout_s)
+    app.add_middleware(Gate, ring=None if config.keys is None else KeyRing(config.keys, time.monotonic))
     app.add_exception_handler(SpoliaError, handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
     app.add_exception_handler(ClientDisconnect, handle_disconnect)
@@ -57,6 +67,10 @@ def _routes(models: ServedModels, config: ServerConfig) -> list[Route]:
         *TokenizeEndpoints(models, config).routes(),
         Route("POST", "/v1/completions", CompletionEndpoint(models, config).respond, CompletionRequest),
         Route("POST", "/v1/chat/completions", ChatEndpoint(models, config).respond, ChatRequest),
+        *AnthropicEndpoints(models, config).routes(),
+        *OllamaEndpoints(models, config).routes(),
+        *OllamaLibrary(models, config).routes(),
+        *LlamaCppEndpoints(models, config).routes(),
     ]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from msgspec import UNSET
@@ -27,10 +28,14 @@ from spolia.server.replies import (
     ChatMessage,
     ChatReply,
     ChatTokenLogprob,
+    FunctionCall,
+    ToolCallDelta,
+    ToolCallReply,
     TopLogprob,
 )
 from spolia.server.schema import ChatRequest, chat_messages
 from spolia.server.served import ServedModels
+from spolia.server.toolcalls import CallArguments, CallBegan, Text, ToolCallParser, ToolUse, gather
 
 __all__ = ["ChatEndpoint", "encode_chat"]
 
@@ -39,11 +44,12 @@ async def encode_chat(
     model: Model,
     messages: list[dict[str, Any]],
     *,
-    tools: list[dict[str, Any]] | None,
-    add_generation_prompt: bool,
-    template_kwargs: dict[str, Any],
+    tool_use: ToolUse | None = None,
+    add_generation_prompt: bool = True,
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    prefill: str = "",
 ) -> list[int]:
-    """Token ids of a conversation as the model was trained to see it.
+    """Token ids of a conversation as the model was trained to see it, with the beginning of a call where it must call.
 
     Raises:
         InvalidRequest: messages that are not well-formed or that the template refuses, or a model without one.
@@ -52,9 +58,13 @@ async def encode_chat(
         raise InvalidRequest(
             f"{model.name} has no chat template: it is a base model; use /v1/completions", code="no_chat_template"
         )
+    tools = None if tool_use is None else tool_use.tools
     text = model.chat_template.render(
         chat_messages(messages), tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
     )
+    if tool_use is not None:
+        text += tool_use.beginning(model)
+    text += prefill
     # The template writes the special tokens itself.
     return await encode(model.tokenizer, text, add_special=False)
 
@@ -71,29 +81,40 @@ class ChatEndpoint:
         served = self._models.get(body.model)
         body.check()
         model = served.engine.model
+        tool_use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
         ids = await encode_chat(
             model,
             body.messages,
-            tools=None if body.tool_choice == "none" else body.tools,
+            tool_use=tool_use,
             add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=body.chat_template_kwargs or {},
         )
+        params = await params_of_choices(body, served.engine)
         answer = Answer.submit(
             "chatcmpl",
             served,
             [ids],
-            await params_of_choices(body, served.engine),
+            params if tool_use is None else [tool_use.params(each, model) for each in params],
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
             wishes=body.wishes(),
             messages=history(body.messages, tools=body.tools, template=body.chat_template_kwargs),
         )
-        return await respond(request, body, answer, _ChatRendering(body, answer, model.tokenizer))
+        parsers = [tool_use.parser(model) for _ in params] if tool_use is not None else None
+        return await respond(request, body, answer, _ChatRendering(body, answer, model.tokenizer, parsers))
 
 
 class _ChatRendering:
-    def __init__(self, body: ChatRequest, answer: Answer, tokenizer: Tokenizer) -> None:
+    """
+    Args:
+        parsers: of each choice's text; None where there are no tools to call.
+    """
+
+    def __init__(
+        self, body: ChatRequest, answer: Answer, tokenizer: Tokenizer, parsers: Sequence[ToolCallParser] | None
+    ) -> None:
         self._answer = answer
+        self._parsers = parsers
         self._tokenizer = tokenizer
         self._with_ids = bool(body.return_token_ids)
         self._begun: set[int] = set()
@@ -102,9 +123,9 @@ class _ChatRendering:
         choices = [
             ChatChoice(
                 index=index,
-                message=ChatMessage(output.text),
+                message=self._message(index, output.text),
                 logprobs=None if output.logprobs is None else self._logprobs(output.logprobs),
-                finish_reason=output.finish_reason,
+                finish_reason=self._finish_reason(index, output),
                 stop_reason=output.stop_reason,
                 token_ids=list(output.token_ids) if self._with_ids else UNSET,
                 prompt_token_ids=list(output.prompt_token_ids) if self._with_ids else UNSET,
@@ -114,8 +135,8 @@ class _ChatRendering:
         answer = self._answer
         return ChatReply(answer.id, answer.created, answer.model, choices, usage=extras.usage, spolia=extras.spolia)
 
-    def chunk(self, choice: int, delta: Delta) -> ChatChunk:
-        part = ChatChunkChoice(choice, ChatDelta(delta.text))
+    def chunk(self, choice: int, delta: Delta) -> ChatChunk | None:
+        part = ChatChunkChoice(choice, self._delta(choice, delta))
         if choice not in self._begun:
             self._begun.add(choice)
             part.delta.role = "assistant"
@@ -126,12 +147,41 @@ class _ChatRendering:
         if self._with_ids:
             part.token_ids = list(delta.token_ids)
         if delta.output is not None:
-            part.finish_reason = delta.output.finish_reason
+            part.finish_reason = self._finish_reason(choice, delta.output)
             part.stop_reason = delta.output.stop_reason
-        return self._chunk([part])
+        return None if part == ChatChunkChoice(choice, ChatDelta()) else self._chunk([part])
 
     def closing(self, extras: Extras) -> ChatChunk:
         return self._chunk([], extras)
+
+    def _message(self, choice: int, text: str) -> ChatMessage:
+        if self._parsers is None:
+            return ChatMessage(text)
+        parser = self._parsers[choice]
+        content, calls = gather([*parser.feed(text), *parser.finish()])
+        if not calls:
+            return ChatMessage(content)
+        replies = [ToolCallReply(call.id, FunctionCall(call.arguments, call.name)) for call in calls]
+        return ChatMessage(content or None, tool_calls=replies)
+
+    def _delta(self, choice: int, delta: Delta) -> ChatDelta:
+        if self._parsers is None:
+            return ChatDelta(delta.text)
+        parser = self._parsers[choice]
+        parts = parser.feed(delta.text)
+        if delta.output is not None:
+            parts += parser.finish()
+        shown = ChatDelta()
+        if text := "".join(part.text for part in parts if isinstance(part, Text)):
+            shown.content = text
+        if calls := [_call_delta(part) for part in parts if not isinstance(part, Text)]:
+            shown.tool_calls = calls
+        return shown
+
+    def _finish_reason(self, choice: int, output: RequestOutput) -> str:
+        """OpenAI's word; `stop` at a call's end is another one."""
+        has_called = self._parsers is not None and self._parsers[choice].num_calls > 0
+        return "tool_calls" if has_called and output.finish_reason == "stop" else output.finish_reason
 
     def _chunk(self, choices: list[ChatChunkChoice], extras: Extras = Extras()) -> ChatChunk:  # noqa: B008
         answer = self._answer
@@ -151,3 +201,9 @@ class _ChatRendering:
     def _named(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         """Text, logprob, bytes: a token may be part of a character, which only its bytes can tell."""
         return self._tokenizer.token_text(token_id), logprob, list(self._tokenizer.token_bytes(token_id))
+
+
+def _call_delta(part: CallBegan | CallArguments) -> ToolCallDelta:
+    if isinstance(part, CallArguments):
+        return ToolCallDelta(part.index, FunctionCall(part.text))
+    return ToolCallDelta(part.index, FunctionCall("", part.name), part.id, "function")

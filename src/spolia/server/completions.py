@@ -9,18 +9,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spolia.engine import Delta, RequestOutput, TokenLogprobs
-from spolia.errors import InvalidRequest
 from spolia.models import Tokenizer
 from spolia.server.answer import Answer
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.encoding import encode, params_of_choices
+from spolia.server.fill_in import infill_ids
 from spolia.server.rendering import Extras, respond
 from spolia.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply
 from spolia.server.schema import CompletionRequest, prompts
 from spolia.server.served import ServedModels
 
-__all__ = ["CompletionEndpoint", "infill_ids"]
+__all__ = ["CompletionEndpoint"]
 
 
 class CompletionEndpoint:
@@ -53,27 +53,6 @@ class CompletionEndpoint:
         if body.echo:
             echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in asked]
         return await respond(request, body, answer, _CompletionRendering(body, answer, tokenizer, echoes))
-
-
-def infill_ids(tokenizer: Tokenizer, prompt: str | list[int], suffix: str) -> list[int]:
-    """The ids that ask a model which was trained for it for what stands between a text and its suffix.
-
-    Raises:
-        InvalidRequest: this model was not; or the prompt is token ids.
-    """
-    special = tokenizer.special
-    marks = (special.fim_prefix, special.fim_suffix, special.fim_middle)
-    if None in marks:
-        raise InvalidRequest(
-            "suffix is given, but this model has no tokens for filling in; leave it out, or take a model for code",
-            param="suffix",
-        )
-    if not isinstance(prompt, str):
-        raise InvalidRequest("suffix needs a prompt that is text, not token ids", param="suffix")
-    before, after = (tokenizer.encode(text, add_special=False, parse_special=False) for text in (prompt, suffix))
-    first, second, third = (mark for mark in marks if mark is not None)
-    bos = [special.bos] if tokenizer.adds_bos and special.bos is not None else []
-    return [*bos, first, *before, second, *after, third]
 
 
 class _CompletionRendering:

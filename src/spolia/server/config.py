@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = ["ServerConfig"]
 
@@ -17,6 +18,10 @@ class ServerConfig:
         max_waiting: requests that may wait for their first step; the next one is answered 429.
         max_body_bytes: a longer request body is answered 413 and not read to its end.
         body_timeout_s: a body that takes longer to arrive is answered 408.
+        request_timeout_s: an answer that takes longer, queueing included, is ended where it is, as an abort.
+        keys: file of API keys, see `server.access.keys`; None asks nobody for one.
+        tls_cert: certificate chain in PEM, with which the server speaks HTTPS; None: HTTP.
+        tls_key: its private key.
     """
 
     host: str = "127.0.0.1"
@@ -24,6 +29,10 @@ class ServerConfig:
     max_waiting: int = 1024
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 60.0
+    request_timeout_s: float = 3600.0
+    keys: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.host:  # the system would take it for every address
@@ -33,7 +42,14 @@ class ServerConfig:
             ("max_waiting", 1, 1 << 20),
             ("max_body_bytes", 1024, 1 << 40),
             ("body_timeout_s", 0.01, 86_400),
+            ("request_timeout_s", 0.01, 7 * 86_400),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; allowed are {low} to {high}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together: give both, or neither")
+        for name in ("tls_cert", "tls_key"):
+            path = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise ValueError(f"{name} is {path}, where there is no file")

@@ -1,12 +1,17 @@
-"""Errors as OpenAI's clients know them: `{"error": {"message", "type", "param", "code"}}` with the right status.
+"""Errors with the right status, in the shape that the clients of each API know.
 
-InvalidRequest 400 · UnknownModel, UnknownThing 404 · BodyTooSlow 408 · BodyTooLarge 413 · Overloaded 429 ·
-NotReady 503 · others 500
+OpenAI's, and ours   {"error": {"message", "type", "param", "code"}}
+Anthropic's          {"type": "error", "error": {"type", "message"}}     under /v1/messages
+Ollama's             {"error": "message"}                                under /api
+
+InvalidRequest 400 · Unauthorized 401 · Forbidden 403 · UnknownModel, UnknownThing 404 · BodyTooSlow 408 ·
+BodyTooLarge 413 · Overloaded 429 · NotReady 503 · others 500
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from http import HTTPStatus
 
 import msgspec
@@ -20,12 +25,17 @@ __all__ = [
     "BodyTooLarge",
     "BodyTooSlow",
     "ErrorBody",
+    "Forbidden",
+    "RateLimited",
+    "Unauthorized",
     "UnknownThing",
+    "anthropic_error_body",
     "error_body",
     "error_response",
     "handle_disconnect",
     "handle_error",
     "handle_http_exception",
+    "ollama_error_body",
 ]
 
 logger = logging.getLogger("spolia.server")
@@ -41,6 +51,26 @@ class BodyTooSlow(InvalidRequest):
 
 class UnknownThing(InvalidRequest):
     """What the path names is not here (HTTP 404)."""
+
+
+class Unauthorized(InvalidRequest):
+    """No key, or one that is not known (HTTP 401)."""
+
+
+class Forbidden(InvalidRequest):
+    """A key that may not do this (HTTP 403)."""
+
+
+class RateLimited(Overloaded):
+    """The key has used up what it gets for now (HTTP 429).
+
+    Attributes:
+        retry_after_s: when it has some again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -60,8 +90,11 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnknownThing, 404, "invalid_request_error", "not_found"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
+    (Unauthorized, 401, "authentication_error", "invalid_api_key"),
+    (Forbidden, 403, "permission_error", "not_allowed"),
     (InvalidRequest, 400, "invalid_request_error", None),
     (NotReady, 503, "service_unavailable_error", "not_ready"),
+    (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (SpoliaError, 500, "server_error", None),
 )
@@ -87,19 +120,58 @@ def error_body(error: Exception) -> bytes:
     return msgspec.json.encode(_Envelope(ErrorBody(message, type_, param, own_code or code)))
 
 
-def error_response(error: Exception) -> Response:
+# Anthropic's words for statuses; their 4xx and 5xx beyond these are the first and the last.
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    500: "api_error",
+}
+
+
+def anthropic_error_body(error: Exception) -> bytes:
+    return _in_shape("/v1/messages", _kind(error)[0], error_body(error))
+
+
+def ollama_error_body(error: Exception) -> bytes:
+    return _in_shape("/api/", _kind(error)[0], error_body(error))
+
+
+def _in_shape(path: str, status: int, body: bytes) -> bytes:
+    """`body`, which is in OpenAI's shape, as the clients of `path` know it."""
+    message = msgspec.json.decode(body, type=_Envelope).error.message
+    if path.startswith("/v1/messages"):
+        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+    if path.startswith("/api/"):
+        return msgspec.json.encode({"error": message})
+    return body
+
+
+def error_response(error: Exception, path: str = "") -> Response:
+    """
+    Args:
+        path: that was asked, whose clients read the answer.
+    """
     status, _, _ = _kind(error)
-    headers = {"retry-after": str(_RETRY_AFTER_S)} if status in (429, 503) else {}
+    wait_s = error.retry_after_s if isinstance(error, RateLimited) else _RETRY_AFTER_S
+    headers = {"retry-after": str(max(1, math.ceil(wait_s)))} if status in (429, 503) else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
     if status == 408:
         headers["connection"] = "close"  # the rest of that body may still come
-    return Response(error_body(error), status, headers, media_type="application/json")
+    return Response(_in_shape(path, status, error_body(error)), status, headers, media_type="application/json")
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
     """The app's handler of every exception that leaves an endpoint."""
     if _kind(error)[0] == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def handle_disconnect(_: Request, __: Exception) -> Response:
@@ -107,10 +179,11 @@ async def handle_disconnect(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def handle_http_exception(_: Request, error: Exception) -> Response:
+async def handle_http_exception(request: Request, error: Exception) -> Response:
     """Routing's own refusals (no such path, wrong method), in the same shape."""
     if not isinstance(error, HTTPException):
         raise error
     name = HTTPStatus(error.status_code).name.lower()
-    body = _Envelope(ErrorBody(str(error.detail), "invalid_request_error", None, name))
-    return Response(msgspec.json.encode(body), error.status_code, error.headers, media_type="application/json")
+    body = msgspec.json.encode(_Envelope(ErrorBody(str(error.detail), "invalid_request_error", None, name)))
+    body = _in_shape(request.url.path, error.status_code, body)
+    return Response(body, error.status_code, error.headers, media_type="application/json")

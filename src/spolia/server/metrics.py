@@ -9,12 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from spolia.engine import EngineStats, RequestOutput, TierState, TokenRange
+from spolia.engine import CacheStats, EngineStats, RequestOutput, TierState, TokenRange
 
 __all__ = ["Metrics", "ModelMetrics"]
 
@@ -92,6 +93,33 @@ class _InterTokenHistogram(Collector):
         return [family]
 
 
+class _CacheCollector(Collector):
+    """Reads the caches' counters at the scrape. They only grow, so it does no harm if one is older than another."""
+
+    _COUNTERS: ClassVar = {
+        "num_evicted_blocks": ("spolia_evictions", "Blocks given up to make room."),
+        "num_evicted_tokens": ("spolia_evicted_tokens", "Tokens whose KV was given up to make room."),
+        "num_asked_tokens": ("spolia_prefix_cache_queries", "Prompt tokens that were looked up in the cache."),
+        "num_reused_tokens": ("spolia_prefix_cache_hits", "Of those, tokens that were reused."),
+        "num_copied_blocks": ("spolia_copied_blocks", "Blocks copied at the first write after a shared beginning."),
+    }
+
+    def __init__(self, caches: Callable[[], Mapping[str, CacheStats]]) -> None:
+        self._caches = caches
+
+    def collect(self) -> Iterable[Metric]:
+        families = {field: CounterMetricFamily(*named, labels=["model"]) for field, named in self._COUNTERS.items()}
+        missed = CounterMetricFamily(
+            "spolia_missed_tokens", "Prompt tokens that were not reused, by why.", labels=["model", "reason"]
+        )
+        for model, stats in self._caches().items():
+            for field, family in families.items():
+                family.add_metric([model], getattr(stats, field))
+            for reason, count in stats.num_missed_tokens.items():
+                missed.add_metric([model, reason.value], count)
+        return [*families.values(), missed]
+
+
 class _EngineCollector(Collector):
     """Reads the engines' snapshots at the scrape."""
 
@@ -154,11 +182,15 @@ class Metrics:
 
     Args:
         snapshots: each loaded model's engine statistics, called at a scrape.
+        caches: each loaded model's cache counters.
     """
 
-    def __init__(self, snapshots: Callable[[], Mapping[str, EngineStats]]) -> None:
+    def __init__(
+        self, snapshots: Callable[[], Mapping[str, EngineStats]], caches: Callable[[], Mapping[str, CacheStats]]
+    ) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(_EngineCollector(snapshots))
+        registry.register(_CacheCollector(caches))
         by_model = ["model"]
         self.ttft_s = Histogram(
             "spolia_time_to_first_token_seconds", "From submission to the first token.", by_model,

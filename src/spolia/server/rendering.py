@@ -34,8 +34,8 @@ class Rendering(Protocol):
     def whole(self, outputs: Sequence[RequestOutput], extras: Extras) -> msgspec.Struct:
         """The answer to a request that does not stream; an output a choice."""
 
-    def chunk(self, choice: int, delta: Delta) -> msgspec.Struct:
-        """A delta of one choice."""
+    def chunk(self, choice: int, delta: Delta) -> msgspec.Struct | None:
+        """A delta of one choice; None if it has nothing to show yet."""
 
     def closing(self, extras: Extras) -> msgspec.Struct:
         """The last chunk, which has no choice."""
@@ -61,7 +61,9 @@ async def _events(body: SamplingRequest, answer: Answer, rendering: Rendering) -
         async for choice, delta in answer.deltas():
             # A token that only began a character has nothing to show, unless its id or its logprob was asked for.
             if delta.text or delta.logprobs or delta.output is not None or with_ids:
-                yield b"data: %b\n\n" % encode(rendering.chunk(choice, delta))
+                chunk = rendering.chunk(choice, delta)
+                if chunk is not None:
+                    yield b"data: %b\n\n" % encode(chunk)
     except SpoliaError as error:
         yield b"data: %b\n\n" % error_body(error)
         return

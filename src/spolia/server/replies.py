@@ -22,10 +22,13 @@ __all__ = [
     "CompletionChoice",
     "CompletionLogprobs",
     "CompletionReply",
+    "FunctionCall",
     "ModelCard",
     "ModelList",
     "PromptTokensDetails",
     "TokenizeReply",
+    "ToolCallDelta",
+    "ToolCallReply",
     "TopLogprob",
     "Usage",
 ]
@@ -102,9 +105,34 @@ class ChatLogprobs(msgspec.Struct):
     content: list[ChatTokenLogprob]
 
 
+class FunctionCall(msgspec.Struct, omit_defaults=True):
+    """`arguments` is JSON text; in a stream, a piece of it."""
+
+    arguments: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+
+
+class ToolCallReply(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+class ToolCallDelta(msgspec.Struct):
+    """`id`, `type` and the name come once, with the call's first delta."""
+
+    index: int
+    function: FunctionCall
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatMessage(msgspec.Struct):
-    content: str
+    """`content` is null where the reply has calls only."""
+
+    content: str | None
     role: str = "assistant"
+    tool_calls: list[ToolCallReply] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -130,6 +158,7 @@ class ChatReply(msgspec.Struct):
 class ChatDelta(msgspec.Struct):
     content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -153,18 +182,27 @@ class ChatChunk(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """`max_model_len` as vLLM has it; `vocab_size` lets a benchmark make token ids. Both unknown while it loads."""
+    """As OpenAI's clients and Anthropic's read it.
+
+    `max_model_len` is vLLM's; `vocab_size` lets a benchmark make token ids. Both are unknown while the model loads.
+    """
 
     id: str
     created: int
+    display_name: str
+    created_at: str
     max_model_len: int | None = None
     vocab_size: int | None = None
     object: str = "model"
+    type: str = "model"
     owned_by: str = "spolia"
 
 
 class ModelList(msgspec.Struct):
     data: list[ModelCard]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
     object: str = "list"
 
 

@@ -38,7 +38,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "tool_choice": ("none", "auto"),
     "use_beam_search": (False,),
 }
 
@@ -81,7 +80,6 @@ class SamplingRequest(SamplingFields, kw_only=True):
     functions: Any = None
     length_penalty: Any = None
     modalities: Any = None
-    tool_choice: Any = None
     use_beam_search: Any = None
 
     @property
@@ -165,13 +163,15 @@ class CompletionRequest(SamplingRequest, kw_only=True):
 
 
 class ChatRequest(SamplingRequest, kw_only=True):
-    """`/v1/chat/completions`. `tools` go to the model's chat template; calls in its answer are not parsed yet."""
+    """`/v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
-from spolia.engine import AsyncEngine, EngineStats, TokenStream
+from spolia.engine import AsyncEngine, CacheStats, EngineStats, TokenStream
 from spolia.errors import NotReady, UnknownModel
 from spolia.server.conversations import ConversationLog
 from spolia.server.explaining import ExplainLog
@@ -24,6 +24,7 @@ class ServedModel:
     Attributes:
         loading: done when the model can answer, or holds why it never will.
         streams: submitted and not ended. Weak, so that one which nobody reads any more does not count for ever.
+        request_timeout_s: after which an answer is ended.
         explained, conversations: of the last requests.
         since_s: Unix time at which loading began.
     """
@@ -31,6 +32,7 @@ class ServedModel:
     name: str
     loading: Future[AsyncEngine]
     metrics: ModelMetrics
+    request_timeout_s: float
     since_s: float = field(default_factory=time.time)
     streams: WeakSet[TokenStream] = field(default_factory=WeakSet)
     explained: ExplainLog = field(default_factory=ExplainLog)
@@ -63,9 +65,12 @@ class ServedModel:
 class ServedModels:
     """By name, in the order given."""
 
-    def __init__(self, engines: Mapping[str, Future[AsyncEngine]]) -> None:
-        self.metrics = Metrics(self._snapshots)
-        self._by_name = {name: ServedModel(name, it, self.metrics.of_model(name)) for name, it in engines.items()}
+    def __init__(self, engines: Mapping[str, Future[AsyncEngine]], *, request_timeout_s: float) -> None:
+        self.metrics = Metrics(self._snapshots, self._caches)
+        self._by_name = {
+            name: ServedModel(name, engine, self.metrics.of_model(name), request_timeout_s)
+            for name, engine in engines.items()
+        }
 
     def get(self, name: str | None) -> ServedModel:
         """
@@ -94,3 +99,6 @@ class ServedModels:
 
     def _snapshots(self) -> dict[str, EngineStats]:
         return {name: engine.stats for name, engine in self.loaded().items()}
+
+    def _caches(self) -> dict[str, CacheStats]:
+        return {name: engine.cache_stats for name, engine in self.loaded().items()}

@@ -18,6 +18,7 @@ from spolia.engine import AsyncEngine
 from spolia.server.app import create_app
 from spolia.server.body import BodyDeadlines
 from spolia.server.config import ServerConfig
+from spolia.server.logs import log_fields
 from spolia.server.served import ServedModels
 
 __all__ = ["serve"]
@@ -44,7 +45,7 @@ def serve(engines: Mapping[str, Future[AsyncEngine]], config: ServerConfig, list
         SpoliaError: a model could not be loaded; nothing is served any more.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    server = _Server(create_app(engines, config), engines)
+    server = _Server(create_app(engines, config), engines, config)
     asyncio.run(server.run_until_drained(listener))
     for future in engines.values():
         if future.done() and (error := future.exception()) is not None:
@@ -54,10 +55,19 @@ def serve(engines: Mapping[str, Future[AsyncEngine]], config: ServerConfig, list
 class _Server(uvicorn.Server):
     """uvicorn, with signals that mean: drain, abort, drop; and none of them is an error."""
 
-    def __init__(self, app: FastAPI, engines: Mapping[str, Future[AsyncEngine]]) -> None:
+    def __init__(self, app: FastAPI, engines: Mapping[str, Future[AsyncEngine]], config: ServerConfig) -> None:
         # Request lines are ours (see `answer`); uvicorn's own log is for what goes wrong.
-        config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off")
-        super().__init__(config)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                ssl_certfile=config.tls_cert,
+                ssl_keyfile=config.tls_key,
+            )
+        )
         self._models: ServedModels = app.state.models
         self._body_deadlines: BodyDeadlines = app.state.body_deadlines
         self._engines = engines
@@ -85,10 +95,9 @@ class _Server(uvicorn.Server):
             self.should_exit = True
             return
         config = future.result().config
-        kv_mb = (config.kv_memory or 0) / 1e6
-        logger.info(
-            "ready model=%s max_context=%s kv_mb=%.0f threads=%s", name, config.max_context, kv_mb, config.num_threads
-        )
+        kv_mb = round((config.kv_memory or 0) / 1e6)
+        fields = {"max_context": config.max_context, "kv_mb": kv_mb, "threads": config.num_threads}
+        log_fields(logger, "ready", {"model": name, **fields})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """In place of uvicorn's, which would end the process by the signal after draining."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -42,7 +43,9 @@ class StatusEndpoints:
         return Response(self._models.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def models(self) -> Response:
-        return _json(ModelList([_card(served) for served in self._models.all()]))
+        cards = [_card(served) for served in self._models.all()]
+        first_id, last_id = (cards[0].id, cards[-1].id) if cards else (None, None)
+        return _json(ModelList(cards, first_id, last_id))
 
     async def model(self, name: str) -> Response:
         return _json(_card(self._models.get(name)))
@@ -52,7 +55,8 @@ class StatusEndpoints:
 
 
 def _card(served: ServedModel) -> ModelCard:
-    card = ModelCard(served.name, int(served.since_s))
+    created_at = datetime.fromtimestamp(int(served.since_s), UTC).isoformat()
+    card = ModelCard(served.name, int(served.since_s), served.name, created_at)
     if served.trouble is None:
         card.max_model_len = served.engine.config.max_context
         card.vocab_size = served.engine.model.tokenizer.vocab_size

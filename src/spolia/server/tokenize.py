@@ -15,6 +15,8 @@ from spolia.server.replies import TokenizeReply
 from spolia.server.routes import Route
 from spolia.server.schema import DetokenizeRequest, TokenizeRequest
 from spolia.server.served import ServedModels
+from spolia.server.toolcalls import ToolUse
+from spolia.server.tools import check_tools
 
 __all__ = ["TokenizeEndpoints"]
 
@@ -34,6 +36,7 @@ class TokenizeEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         body = await read_body(request, TokenizeRequest, max_bytes=self._config.max_body_bytes)
+        check_tools(body.tools)
         engine = self._models.get(body.model).engine
         tokenizer = engine.model.tokenizer
         if (body.prompt is None) == (body.messages is None):
@@ -44,9 +47,8 @@ class TokenizeEndpoints:
             ids = await encode_chat(
                 engine.model,
                 body.messages or [],
-                tools=body.tools,
+                tool_use=ToolUse.of(body.tools, None, None),
                 add_generation_prompt=body.add_generation_prompt,
-                template_kwargs={},
             )
         reply = TokenizeReply(
             count=len(ids),

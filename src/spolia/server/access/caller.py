@@ -1,0 +1,47 @@
+"""Who the request that is being answered comes from.
+
+A context variable, and not an argument of every endpoint, so that none can forget it: each request is a task of its
+own, the gate sets it before the app is entered, and `Answer.submit`, through which everything is generated, reads it.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from spolia.server.access.account import Account
+
+__all__ = ["Caller", "current_caller", "set_caller"]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """
+    Attributes:
+        account: None where the server asks for no keys.
+        request_id: the client's own word for the request, or None; for the log.
+    """
+
+    account: Account | None = None
+    request_id: str | None = None
+
+    @property
+    def tenant(self) -> str | None:
+        return None if self.account is None else self.account.settings.tenant
+
+    def cache_salt(self, asked: str) -> str:
+        """The salt for the engine: the client's own, inside its tenant. Framed, so that none can leave its tenant."""
+        tenant = self.tenant
+        return asked if tenant is None else f"{len(tenant)}:{tenant}:{asked}"
+
+
+_caller: ContextVar[Caller] = ContextVar("spolia_caller", default=Caller())  # noqa: B039 - frozen
+
+
+def current_caller() -> Caller:
+    return _caller.get()
+
+
+def set_caller(caller: Caller) -> None:
+    """For the rest of this task."""
+    _caller.set(caller)

@@ -1,0 +1,68 @@
+"""In front of the app: who has no key goes no further."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from spolia.errors import InvalidRequest
+from spolia.server.access.account import Account
+from spolia.server.access.caller import Caller, set_caller
+from spolia.server.access.ring import KeyRing
+from spolia.server.errors import Forbidden, Unauthorized, error_response
+
+__all__ = ["Gate"]
+
+# Anybody may ask these: load balancers, browsers that load the page, clients that look whether somebody is there.
+_OPEN_PATHS = frozenset({"/", "/health", "/version", "/api/version"})
+_OPEN_PREFIXES = ("/static/",)
+# These tell of everybody's requests.
+_ADMIN_PATHS = frozenset({"/metrics", "/slots", "/props"})
+_ADMIN_PREFIXES = ("/v1/cache", "/api/pull", "/api/ps")
+_MAX_ID_CHARACTERS = 128
+
+
+class Gate:
+    """ASGI middleware that says who calls.
+
+    Args:
+        ring: None lets everybody in.
+    """
+
+    def __init__(self, app: ASGIApp, ring: KeyRing | None) -> None:
+        self._app = app
+        self._ring = ring
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            path = scope["path"]
+            try:
+                account = self._account(path, headers)
+            except InvalidRequest as error:
+                await error_response(error, path)(scope, receive, send)
+                return
+            set_caller(Caller(account, _client_id(headers)))
+        await self._app(scope, receive, send)
+
+    def _account(self, path: str, headers: Headers) -> Account | None:
+        if self._ring is None or path in _OPEN_PATHS or path.startswith(_OPEN_PREFIXES):
+            return None
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        key = headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
+        if not key:
+            raise Unauthorized("this server wants a key: send `Authorization: Bearer KEY`, or `x-api-key: KEY`")
+        account = self._ring.find(key)
+        if account is None:
+            raise Unauthorized("the key is not known here")
+        if not account.settings.admin and (path in _ADMIN_PATHS or path.startswith(_ADMIN_PREFIXES)):
+            raise Forbidden(f"{path} is for keys with admin = true; {account.settings.name!r} has not")
+        return account
+
+
+def _client_id(headers: Headers) -> str | None:
+    """The client's `x-request-id`, if it is fit for a log line."""
+    given = headers.get("x-request-id")
+    if given is None or len(given) > _MAX_ID_CHARACTERS or not given.isprintable() or " " in given:
+        return None
+    return given

@@ -1,0 +1,58 @@
+"""llama.cpp's bodies. Its defaults hold where a field is left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from spolia.engine import SamplingParams
+from spolia.server.sampling import SamplingFields
+
+__all__ = ["CompletionRequest", "InfillRequest", "TemplateRequest"]
+
+# llama.cpp's own, which its users expect where they say nothing.
+_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_last_n": 64}
+
+
+class _Sampling(SamplingFields, kw_only=True):
+    model: str | None = None
+    n_predict: int | None = None
+    stream: bool | None = None
+    n_probs: int | None = None
+    return_tokens: bool | None = None
+    cache_salt: str | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """
+        Raises:
+            InvalidRequest: a value that is not allowed.
+        """
+        given = {**_DEFAULTS, **self.given()}
+        if given.get("seed", 0) < 0:  # llama.cpp's -1 draws one
+            del given["seed"]
+        if self.n_predict is not None and self.n_predict >= 1:  # its -1 and -2 mean as many as fit
+            given["max_tokens"] = self.n_predict
+        return SamplingParams(**given, logprobs=self.n_probs or None)
+
+
+class CompletionRequest(_Sampling, kw_only=True):
+    """`/completion`: text, or a list of texts and token ids that are one prompt."""
+
+    prompt: str | list[str | int]
+
+
+class InfillRequest(_Sampling, kw_only=True):
+    """`/infill`. `prompt` is put after the prefix; `input_extra` holds other files."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: list[dict[str, Any]] | None = None
+    prompt: str = ""
+
+
+class TemplateRequest(msgspec.Struct, kw_only=True):
+    """`/apply-template`."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]]

@@ -1,0 +1,232 @@
+"""`/api/generate` and `/api/chat`: a reply as one object, or as lines of JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from spolia.engine import RequestOutput
+from spolia.errors import InvalidRequest, SpoliaError
+from spolia.server.answer import Answer
+from spolia.server.body import read_body
+from spolia.server.config import ServerConfig
+from spolia.server.encoding import encode
+from spolia.server.errors import ollama_error_body
+from spolia.server.fill_in import infill_ids
+from spolia.server.ollama.schema import ChatRequest, GenerateRequest
+from spolia.server.routes import Route
+from spolia.server.served import ServedModel, ServedModels
+from spolia.server.sse import EventStream
+from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, ToolCall, ToolUse
+from spolia.server.tools import check_tools
+from spolia.server.turn import Conversation, Turn
+
+__all__ = ["LineStream", "OllamaEndpoints", "now"]
+
+
+class LineStream(EventStream):
+    """A JSON object a line."""
+
+    media_type = "application/x-ndjson"
+
+
+class OllamaEndpoints:
+    """Bound to the models and limits of one app."""
+
+    def __init__(self, models: ServedModels, config: ServerConfig) -> None:
+        self._models = models
+        self._config = config
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("POST", "/api/generate", self.generate, GenerateRequest),
+            Route("POST", "/api/chat", self.chat, ChatRequest),
+        ]
+
+    async def generate(self, request: Request) -> Response:
+        body = await read_body(request, GenerateRequest, max_bytes=self._config.max_body_bytes)
+        body.check()
+        served = self._models.get(body.asked)
+        if not body.prompt and not body.suffix:
+            return _loaded(served, body.keep_alive, response="")
+        params = body.sampling_params()
+        await served.engine.prepare(params)
+        ids = await _prompt_ids(served, body)
+        answer = Answer.submit("gen", served, [ids], [params], cache_salt="", max_waiting=self._config.max_waiting)
+        turn = Turn(answer, ids, None)
+
+        def show(text: str, _: Sequence[ToolCall]) -> dict[str, Any]:
+            return {"response": text}
+
+        def ending() -> dict[str, Any]:
+            return {"context": [*turn.prompt_ids, *turn.output.token_ids]}
+
+        return await _respond(request, turn, show, ending, stream=body.stream)
+
+    async def chat(self, request: Request) -> Response:
+        body = await read_body(request, ChatRequest, max_bytes=self._config.max_body_bytes)
+        served = self._models.get(body.asked)
+        if not body.messages:
+            return _loaded(served, body.keep_alive, message={"role": "assistant", "content": ""})
+        check_tools(body.tools)
+        turn = await Turn.begin(
+            "chat",
+            served,
+            Conversation(
+                messages=[_message(message, index) for index, message in enumerate(body.messages)],
+                tool_use=ToolUse.of(body.tools, None, None),
+                template_kwargs=body.template_kwargs,
+            ),
+            body.sampling_params(),
+            cache_salt="",
+            max_waiting=self._config.max_waiting,
+        )
+
+        def show(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+            message: dict[str, Any] = {"role": "assistant", "content": text}
+            if calls:
+                message["tool_calls"] = [_call(call) for call in calls]
+            return {"message": message}
+
+        return await _respond(request, turn, show, dict, stream=body.stream)
+
+
+async def _prompt_ids(served: ServedModel, body: GenerateRequest) -> list[int]:
+    model = served.engine.model
+    if body.suffix:
+        return await asyncio.to_thread(infill_ids, model.tokenizer, body.prompt, body.suffix)
+    context = body.context or []
+    for id_ in context:
+        if not 0 <= id_ < model.tokenizer.vocab_size:
+            raise InvalidRequest(f"context holds {id_}, which is no token of this model", param="context")
+    if body.raw or model.chat_template is None:
+        return [*context, *await encode(model.tokenizer, body.prompt, add_special=not context)]
+    messages = [{"role": "user", "content": body.prompt}]
+    if body.system:
+        messages.insert(0, {"role": "system", "content": body.system})
+    conversation = Conversation(messages=messages, template_kwargs=body.template_kwargs)
+    return [*context, *await conversation.encode(served)]
+
+
+def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """Ollama's message as OpenAI has it; calls need no ids here, so they get their number."""
+    if message.get("images"):
+        path = f"messages[{index}].images"
+        raise InvalidRequest(f"{path}: this model takes text only", param=path)
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    numbered = [{"id": f"call_{n}", "type": "function", **call} if isinstance(call, dict) else call
+                for n, call in enumerate(calls)]  # fmt: skip
+    return {**message, "tool_calls": numbered}
+
+
+async def _respond(
+    request: Request,
+    turn: Turn,
+    show: Callable[[str, Sequence[ToolCall]], dict[str, Any]],
+    ending: Callable[[], dict[str, Any]],
+    *,
+    stream: bool,
+) -> Response:
+    """
+    Args:
+        show: what a piece of the reply looks like.
+        ending: what the last object has besides the figures.
+    """
+    headers = {"x-request-id": turn.answer.id}
+    if stream:
+        return LineStream(_lines(turn, show, ending), on_disconnect=turn.answer.abort, headers=headers)
+    text, calls = await turn.whole(request)
+    reply = {**_head(turn), **show(text, calls), **_figures(turn.output), **ending()}
+    return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")
+
+
+async def _lines(
+    turn: Turn, show: Callable[[str, Sequence[ToolCall]], dict[str, Any]], ending: Callable[[], dict[str, Any]]
+) -> AsyncIterator[bytes]:
+    """Text as it comes; a call once it is whole, for so Ollama's clients expect it."""
+    open_call: ToolCall | None = None
+    try:
+        async for parts in turn.parts():
+            text, done, open_call = _sort(parts, open_call)
+            if text or done:
+                yield _line({**_head(turn), **show(text, done), "done": False})
+    except SpoliaError as error:
+        yield ollama_error_body(error) + b"\n"
+        return
+    if open_call is not None:
+        yield _line({**_head(turn), **show("", [open_call]), "done": False})
+    yield _line({**_head(turn), **show("", []), **_figures(turn.output), **ending()})
+
+
+def _sort(parts: Sequence[Part], open_call: ToolCall | None) -> tuple[str, list[ToolCall], ToolCall | None]:
+    """Text, the calls that these parts ended, and the one that is open after them."""
+    text, done = "", []
+    for part in parts:
+        match part:
+            case Text(more):
+                text += more
+            case CallBegan(_, id_, name):
+                done += [open_call] if open_call is not None else []
+                open_call = ToolCall(id_, name, "")
+            case CallArguments(_, more) if open_call is not None:
+                open_call.arguments += more
+    return text, done, open_call
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """Arguments that are no JSON object stay text."""
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except ValueError:
+        arguments = call.arguments
+    return {"function": {"name": call.name, "arguments": arguments}}
+
+
+def _loaded(served: ServedModel, keep_alive: str | float | None, **shown: Any) -> Response:
+    """What a request without a prompt is told. The model stays: it is what this server was started for."""
+    _ = served.engine  # raises while it is still loading
+    reason = "unload" if keep_alive in (0, "0", "0s") else "load"
+    reply = {"model": served.name, "created_at": now(), **shown, "done": True, "done_reason": reason}
+    return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+def _head(turn: Turn) -> dict[str, Any]:
+    return {"model": turn.answer.model, "created_at": now()}
+
+
+def _figures(output: RequestOutput) -> dict[str, Any]:
+    """Ollama counts the prompt tokens that it computed; how many were reused is beside it."""
+    timings = output.timings
+    queued_s, first_s = timings.queue_s or 0.0, timings.first_token_s or timings.total_s
+    return {
+        "done": True,
+        "done_reason": "length" if output.finish_reason == "length" else "stop",
+        "total_duration": _ns(timings.total_s),
+        "load_duration": 0,
+        "prompt_eval_count": len(output.prompt_token_ids),
+        "prompt_eval_duration": _ns(first_s - queued_s),
+        "cached_prompt_count": output.num_cached_tokens,
+        "eval_count": len(output.token_ids),
+        "eval_duration": _ns(timings.total_s - first_s),
+    }
+
+
+def _ns(seconds: float) -> int:
+    return max(0, round(1e9 * seconds))
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(content) + b"\n"

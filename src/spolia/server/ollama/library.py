@@ -1,0 +1,152 @@
+"""What Ollama's clients ask about models: `/api/tags`, `show`, `ps`, `pull`, `version`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+import spolia
+from spolia.errors import InvalidRequest, SpoliaError
+from spolia.models import Model, Progress, pull
+from spolia.server.body import read_body
+from spolia.server.config import ServerConfig
+from spolia.server.errors import ollama_error_body
+from spolia.server.ollama.endpoints import LineStream
+from spolia.server.ollama.schema import ModelRequest, PullRequest
+from spolia.server.routes import Route
+from spolia.server.served import ServedModel, ServedModels
+
+__all__ = ["OllamaLibrary"]
+
+_NEVER = "9999-12-31T23:59:59Z"
+
+
+class OllamaLibrary:
+    """Bound to the models of one app."""
+
+    def __init__(self, models: ServedModels, config: ServerConfig) -> None:
+        self._models = models
+        self._config = config
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("GET", "/api/version", self.version),
+            Route("GET", "/api/tags", self.tags),
+            Route("GET", "/api/ps", self.running),
+            Route("POST", "/api/show", self.show, ModelRequest),
+            Route("POST", "/api/pull", self.pull, PullRequest),
+        ]
+
+    async def version(self) -> Response:
+        return _json({"version": spolia.__version__})
+
+    async def tags(self) -> Response:
+        return _json({"models": [await _listed(served) for served in self._models.all() if served.trouble is None]})
+
+    async def running(self) -> Response:
+        """Models in memory: all of them, until the server ends."""
+        shown = []
+        for served in self._models.all():
+            if served.trouble is None:
+                context_length = served.engine.config.max_context
+                kept = {"expires_at": _NEVER, "size_vram": 0, "context_length": context_length}
+                shown.append({**await _listed(served), **kept})
+        return _json({"models": shown})
+
+    async def show(self, request: Request) -> Response:
+        body = await read_body(request, ModelRequest, max_bytes=self._config.max_body_bytes)
+        served = self._models.get(body.asked)
+        model = served.engine.model
+        template = "" if model.chat_template is None else model.chat_template.source
+        fills_in = model.tokenizer.special.fim_middle is not None
+        return _json(
+            {
+                "modelfile": f"FROM {served.name}\n",
+                "parameters": "",
+                "template": template,
+                "details": _details(model),
+                "model_info": {
+                    "general.architecture": model.architecture,
+                    "general.parameter_count": model.num_parameters,
+                    f"{model.architecture}.context_length": model.context_length,
+                },
+                "capabilities": [
+                    "completion",
+                    *(["tools"] if "tools" in template else []),
+                    *(["insert"] if fills_in else []),
+                ],
+                "modified_at": _time(served),
+            }
+        )
+
+    async def pull(self, request: Request) -> Response:
+        """Fetch a model to this machine; it is served after a start with its name."""
+        body = await read_body(request, PullRequest, max_bytes=self._config.max_body_bytes)
+        name = body.asked
+        if not name or (os.sep in name and not name.startswith("hf:")) or name.startswith((".", "~")):
+            raise InvalidRequest(f"model is {name!r}; it must be a name, or hf:owner/repo[/file]", param="model")
+        if body.stream:
+            return LineStream(_pulling(name), on_disconnect=lambda: None, headers={})
+        await asyncio.to_thread(pull, name)
+        return _json({"status": "success"})
+
+
+async def _pulling(name: str) -> AsyncIterator[bytes]:
+    """What `pull` reports, a line each. A client that goes away does not end the pull: what has arrived is kept."""
+    loop = asyncio.get_running_loop()
+    reports: asyncio.Queue[Progress | None] = asyncio.Queue()
+    yield msgspec.json.encode({"status": "pulling manifest"}) + b"\n"
+
+    def report(progress: Progress) -> None:
+        loop.call_soon_threadsafe(reports.put_nowait, progress)
+
+    fetching = asyncio.ensure_future(asyncio.to_thread(pull, name, progress=report))
+    fetching.add_done_callback(lambda _: reports.put_nowait(None))
+    while (progress := await reports.get()) is not None:
+        status = {"status": progress.activity, "total": progress.total_bytes, "completed": progress.done_bytes}
+        yield msgspec.json.encode(status) + b"\n"
+    try:
+        await fetching
+    except SpoliaError as error:
+        yield ollama_error_body(error) + b"\n"
+        return
+    yield msgspec.json.encode({"status": "success"}) + b"\n"
+
+
+async def _listed(served: ServedModel) -> dict[str, Any]:
+    model = served.engine.model
+    digest = await asyncio.to_thread(lambda: model.digest)  # reads the file, if nobody has yet
+    return {
+        "name": served.name,
+        "model": served.name,
+        "modified_at": _time(served),
+        "size": model.file_bytes,
+        "digest": digest.hex(),
+        "details": _details(model),
+    }
+
+
+def _details(model: Model) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": model.architecture,
+        "families": [model.architecture],
+        "parameter_size": f"{model.num_parameters / 1e6:.0f}M",
+        "quantization_level": model.main_type,
+    }
+
+
+def _time(served: ServedModel) -> str:
+    return datetime.fromtimestamp(served.since_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -1,0 +1,112 @@
+"""Ollama's bodies. Durations in replies are nanoseconds, times ISO 8601."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from spolia.engine import SamplingParams
+from spolia.errors import InvalidRequest
+from spolia.server.sampling import SamplingFields
+
+__all__ = ["ChatRequest", "GenerateRequest", "ModelRequest", "Options", "PullRequest"]
+
+# Ollama's own, which its users expect where they say nothing.
+_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repeat_last_n": 64}
+
+
+class Options(SamplingFields, kw_only=True):
+    """Ollama's `options`; others than these are about its own engine, and do nothing here.
+
+    -1 and -2 for `num_predict` mean as many as fit.
+    """
+
+    num_predict: int | None = None
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """
+        Raises:
+            InvalidRequest: a value that is not allowed.
+        """
+        given = {**_DEFAULTS, **self.given(), **more}
+        if self.num_predict is not None and self.num_predict > 0:
+            given["max_tokens"] = self.num_predict
+        return SamplingParams(**given)
+
+
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """`name` is the older word for `model`."""
+
+    model: str | None = None
+    name: str | None = None
+
+    @property
+    def asked(self) -> str | None:
+        """The model's name without the tag that Ollama's clients add to a name without one."""
+        name = self.model or self.name
+        return None if not name else name.removesuffix(":latest")
+
+
+class _Generating(ModelRequest, kw_only=True):
+    stream: bool = True
+    options: Options | None = None
+    keep_alive: str | float | None = None
+    think: bool | str | None = None
+    format: Any = None
+
+    def sampling_params(self) -> SamplingParams:
+        """With the form that `format` asks for: "json", or a JSON schema.
+
+        Raises:
+            InvalidRequest: a value that is not allowed.
+        """
+        more: dict[str, Any] = {}
+        if self.format not in (None, ""):
+            if self.format != "json" and not isinstance(self.format, dict):
+                raise InvalidRequest(f'format is {self.format!r}; it must be "json" or a schema', param="format")
+            more["structured_outputs"] = {"json_object": True} if self.format == "json" else {"json": self.format}
+        return (self.options or Options()).sampling_params(**more)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """For templates that can be told whether to think."""
+        return {} if self.think is None else {"enable_thinking": bool(self.think)}
+
+
+class GenerateRequest(_Generating, kw_only=True):
+    """`/api/generate`. An empty prompt only loads the model, or with `keep_alive` 0 unloads it.
+
+    Attributes:
+        suffix: what comes after the answer, for models that fill in.
+        raw: the prompt is the text to continue, without a template.
+        context: token ids of the conversation so far, as the last reply gave them.
+    """
+
+    prompt: str = ""
+    suffix: str = ""
+    system: str | None = None
+    raw: bool = False
+    context: list[int] | None = None
+    template: str | None = None
+    images: list[Any] | None = None
+
+    def check(self) -> None:
+        """
+        Raises:
+            InvalidRequest: a field that is not supported.
+        """
+        for name in ("template", "images"):
+            if getattr(self, name):
+                raise InvalidRequest(f"`{name}` is not supported; leave it out", param=name)
+
+
+class ChatRequest(_Generating, kw_only=True):
+    """`/api/chat`. Without messages the model is only loaded."""
+
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] | None = None
+
+
+class PullRequest(ModelRequest, kw_only=True):
+    stream: bool = True

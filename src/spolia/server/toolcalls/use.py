@@ -1,0 +1,78 @@
+"""What a client said about tools: which there are, whether one must be called, and how many at most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spolia.engine import SamplingParams
+from spolia.errors import InvalidRequest
+from spolia.models import Model
+from spolia.server.toolcalls.formats import FORMATS, Format, format_of
+from spolia.server.toolcalls.parser import ToolCallParser
+
+__all__ = ["ToolUse"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """
+    Attributes:
+        tools: as OpenAI describes them, checked.
+        must_call: the reply must be a call: it is begun for the model, who can but go on.
+        name: of the tool to call, with `must_call`; None leaves the choice to the model.
+        parallel: whether more than one call is welcome.
+    """
+
+    tools: Sequence[dict[str, Any]]
+    must_call: bool = False
+    name: str | None = None
+    parallel: bool = True
+
+    @classmethod
+    def of(
+        cls, tools: Sequence[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool | None
+    ) -> ToolUse | None:
+        """From OpenAI's fields; None where no tool may be called.
+
+        Raises:
+            InvalidRequest: a choice that is none, or that needs tools which are not there.
+        """
+        names = [tool["function"]["name"] for tool in tools or ()]
+        named = choice.get("function") if isinstance(choice, dict) else None
+        name = named.get("name") if isinstance(named, dict) else None
+        if choice not in (None, "none", "auto", "required") and not isinstance(name, str):
+            raise InvalidRequest(
+                f'tool_choice is {choice!r}; it must be "none", "auto", "required", or a function by name',
+                param="tool_choice",
+            )
+        if (name is not None and name not in names) or (choice == "required" and not names):
+            raise InvalidRequest(
+                f"tool_choice wants {name or 'a call'}; tools has {', '.join(names) or 'none'}", param="tool_choice"
+            )
+        if not tools or choice == "none":
+            return None
+        return cls(
+            tools=tools, must_call=choice == "required" or name is not None, name=name, parallel=parallel is not False
+        )
+
+    def format(self, model: Model) -> Format:
+        return FORMATS["hermes"] if model.chat_template is None else format_of(model.chat_template.tool_source)
+
+    def beginning(self, model: Model) -> str:
+        """What the reply is begun with, after the generation prompt."""
+        return self.format(model).beginning(self.name) if self.must_call else ""
+
+    def parser(self, model: Model) -> ToolCallParser:
+        names = {tool["function"]["name"] for tool in self.tools}
+        return ToolCallParser(
+            self.format(model),
+            names,
+            one_call=not self.parallel or self.name is not None,
+            begun_with=self.beginning(model),
+        )
+
+    def params(self, params: SamplingParams, model: Model) -> SamplingParams:
+        """With the marks of calls in the text, where they are special tokens."""
+        return replace(params, skip_special_tokens=False) if self.format(model).is_special else params

@@ -1,0 +1,119 @@
+"""One turn of a conversation: what every chat API but OpenAI's own makes its replies of."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+from spolia.engine import RequestOutput, SamplingParams
+from spolia.server.answer import Answer
+from spolia.server.chat import encode_chat
+from spolia.server.served import ServedModel
+from spolia.server.sse import watch_for_disconnect
+from spolia.server.toolcalls import Part, Text, ToolCall, ToolCallParser, ToolUse, gather
+
+__all__ = ["Conversation", "Turn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What a turn goes on from.
+
+    Attributes:
+        messages: as OpenAI has them.
+        prefill: text that the reply is to begin with; the client has it already.
+        template_kwargs: whatever else the chat template knows.
+    """
+
+    messages: list[dict[str, Any]]
+    tool_use: ToolUse | None = None
+    prefill: str = ""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    async def encode(self, served: ServedModel, *, add_generation_prompt: bool = True) -> list[int]:
+        """
+        Raises:
+            InvalidRequest: messages that are not well-formed or that the template refuses, or a model without one.
+        """
+        return await encode_chat(
+            served.engine.model,
+            self.messages,
+            tool_use=self.tool_use,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=self.template_kwargs,
+            prefill=self.prefill,
+        )
+
+
+class Turn:
+    """A reply that is being generated, read as parts.
+
+    Attributes:
+        prompt_ids: what the model goes on from.
+    """
+
+    def __init__(self, answer: Answer, prompt_ids: Sequence[int], parser: ToolCallParser | None) -> None:
+        self.answer = answer
+        self.prompt_ids = prompt_ids
+        self._parser = parser
+
+    @classmethod
+    async def begin(
+        cls,
+        kind: str,
+        served: ServedModel,
+        conversation: Conversation,
+        params: SamplingParams,
+        *,
+        cache_salt: str,
+        max_waiting: int,
+    ) -> Turn:
+        """Queue the turn. Errors are those of `Conversation.encode` and `Answer.submit`."""
+        model, tool_use = served.engine.model, conversation.tool_use
+        ids = await conversation.encode(served)
+        if tool_use is not None:
+            params = tool_use.params(params, model)
+        await served.engine.prepare(params)
+        answer = Answer.submit(
+            kind,
+            served,
+            [ids],
+            [params],
+            cache_salt=cache_salt,
+            max_waiting=max_waiting,
+            messages=conversation.messages,
+        )
+        return cls(answer, ids, None if tool_use is None else tool_use.parser(model))
+
+    @property
+    def output(self) -> RequestOutput:
+        """Once all parts were read."""
+        return self.answer.outputs[0]
+
+    @property
+    def has_called(self) -> bool:
+        return self._parser is not None and self._parser.num_calls > 0
+
+    async def parts(self) -> AsyncIterator[list[Part]]:
+        """What comes, as it comes. Leaving early aborts the turn."""
+        async for _, delta in self.answer.deltas():
+            parts = self._read(delta.text, is_last=delta.output is not None)
+            if parts:
+                yield parts
+
+    async def whole(self, request: Request) -> tuple[str, list[ToolCall]]:
+        """Text and calls, at the end. If the client of `request` goes away, the turn is aborted."""
+        parts: list[Part] = []
+        with watch_for_disconnect(request.receive, self.answer.abort):
+            async for more in self.parts():
+                parts += more
+        return gather(parts)
+
+    def _read(self, text: str, *, is_last: bool) -> list[Part]:
+        if self._parser is None:
+            return [Text(text)] if text else []
+        parts = self._parser.feed(text)
+        return [*parts, *self._parser.finish()] if is_last else parts

@@ -1,0 +1,316 @@
+"""Keys, tenants, rates and TLS: who gets in, what they share, and how much they get."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from spolia.errors import InvalidRequest
+from spolia.server import ServerConfig, read_keys
+from spolia.server.access import Account, KeyRing, KeySettings
+from spolia.server.errors import RateLimited
+
+from .harness import Pace, chatty_engine, eventually, serving
+from .process import server_process
+
+ALICE, ALICE_2, BOB, ADMIN = (
+    "sk-alice-0123456789",
+    "sk-alice-9876543210",
+    "sk-bob-0123456789ab",
+    "sk-admin-0123456789",
+)
+KEYS = f"""
+[[keys]]
+name = "alice-1"
+key = "{ALICE}"
+tenant = "alice"
+
+[[keys]]
+name = "alice-2"
+key_sha256 = "{hashlib.sha256(ALICE_2.encode()).hexdigest()}"
+tenant = "alice"
+
+[[keys]]
+name = "bob"
+key = "{BOB}"
+
+[[keys]]
+name = "root"
+key = "{ADMIN}"
+admin = true
+"""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    path.write_text(KEYS)
+    engine = chatty_engine(num_blocks=256)
+    with serving({"toy": engine}, ServerConfig(keys=path)) as url:
+        yield url
+    asyncio.run(engine.aclose())
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def complete(url: str, key: str, prompt: str, **fields: Any) -> httpx.Response:
+    body = {"model": "toy", "prompt": prompt, "max_tokens": 2, "explain": True, **fields}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=bearer(key), timeout=30)
+
+
+def cached(response: httpx.Response) -> int:
+    assert response.status_code == 200, response.text
+    count: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return count
+
+
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/api/chat", "/completion", "/tokenize"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, bearer("sk-wrong"), {"authorization": "Bearer"}, {"x-api-key": "sk-wrong"}, {"authorization": ALICE}],
+)
+@pytest.mark.parametrize("path", PATHS)
+def test_without_a_right_key_nothing_is_answered(url, path, headers):
+    reply = httpx.post(url + path, json={"prompt": "x"}, headers=headers)
+    assert reply.status_code == 401
+    assert reply.headers["www-authenticate"] == "Bearer"
+    assert "key" in reply.text
+    assert "sk-wrong" not in reply.text
+
+
+def test_each_clients_way_of_sending_a_key_is_taken(url):
+    with OpenAI(base_url=f"{url}/v1", api_key=ALICE, max_retries=0) as client:
+        assert client.models.list().data[0].id == "toy"
+    with anthropic.Anthropic(base_url=url, api_key=ALICE, max_retries=0) as client:
+        messages = [{"role": "user", "content": "x"}]
+        assert client.messages.count_tokens(model="toy", messages=messages).input_tokens > 0
+    nobody: dict[str, Any] = {"api_key": "sk-nobody", "max_retries": 0}
+    with OpenAI(base_url=f"{url}/v1", **nobody) as client, pytest.raises(openai.AuthenticationError, match="not known"):
+        client.models.list()
+    with (
+        anthropic.Anthropic(base_url=url, **nobody) as client,
+        pytest.raises(anthropic.AuthenticationError, match="authentication_error"),
+    ):
+        client.messages.count_tokens(model="toy", messages=messages)
+
+
+def test_some_paths_are_open_and_some_are_for_admins(url):
+    for path in ("/health", "/version", "/api/version"):
+        assert httpx.get(url + path).status_code == 200
+    for path in ("/metrics", "/slots", "/props"):
+        assert httpx.get(url + path).status_code == 401
+        assert httpx.get(url + path, headers=bearer(BOB)).status_code == 403
+        assert httpx.get(url + path, headers=bearer(ADMIN)).status_code == 200
+
+
+def test_keys_of_one_tenant_share_a_cache_and_others_do_not(url):
+    prompt = "a prompt that only tenants know"
+    assert cached(complete(url, ALICE, prompt)) == 0
+    assert cached(complete(url, ALICE_2, prompt)) == len(prompt) - 1
+    assert cached(complete(url, BOB, prompt)) == 0
+
+
+@pytest.mark.parametrize(("number", "salt"), [*enumerate(["", "alice", "5:alice:", "alice-1", "3:bob:", "\x00"])])
+def test_no_salt_of_a_clients_reaches_another_tenants_cache(url, number, salt):
+    prompt = f"{number} secrets of alice's"
+    assert cached(complete(url, ALICE, prompt, cache_salt=salt)) == 0
+    for asked in {"", "alice", "5:alice:", f"5:alice:{salt}", salt}:
+        assert cached(complete(url, BOB, prompt, cache_salt=asked, max_tokens=1)) == 0
+    assert cached(complete(url, ALICE, prompt, cache_salt=salt)) == len(prompt) - 1
+
+
+def test_another_tenants_prompt_is_no_diverging_neighbour(url):
+    complete(url, ALICE, "the password is swordfish")
+    reply = complete(url, BOB, "the password is unknown").json()
+    (choice,) = reply["spolia"]["choices"]
+    assert choice["reason"] != "diverged"
+    assert choice["num_cached_tokens"] == 0
+
+
+def test_requests_are_limited_by_the_minute_and_come_back():
+    clock = Clock()
+    account = Account(KeySettings(name="k", requests_per_minute=2), clock)
+    account.admit(1)
+    account.admit(1)
+    with pytest.raises(RateLimited, match="requests_per_minute, 2; try again in 30 s") as caught:
+        account.admit(1)
+    assert caught.value.retry_after_s == pytest.approx(30)
+    clock.now_s += 30
+    account.admit(1)
+
+
+def test_tokens_are_paid_at_the_end_and_a_debt_is_waited_off():
+    clock = Clock()
+    account = Account(KeySettings(name="k", tokens_per_minute=600, tokens_per_day=100_000), clock)
+    account.admit(100)
+    account.settle(900)
+    with pytest.raises(RateLimited, match="tokens_per_minute") as caught:
+        account.admit(100)
+    assert caught.value.retry_after_s == pytest.approx(40)
+    clock.now_s += 40
+    account.admit(100)
+    account.settle(99_500)
+    clock.now_s += 6 * 3600
+    with pytest.raises(RateLimited, match="has used up its tokens_per_day"):
+        account.admit(50_000)
+
+
+def test_a_request_larger_than_the_allowance_waits_for_all_of_it_and_not_for_ever():
+    clock = Clock()
+    account = Account(KeySettings(name="k", tokens_per_minute=100), clock)
+    account.admit(5_000)
+    account.settle(5_000)
+    clock.now_s += 60 * 50
+    account.admit(5_000)
+
+
+def test_the_limits_are_told_as_429_with_a_time(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[[keys]]\nname = "slow"\nkey = "{ALICE}"\nrequests_per_minute = 1\n')
+    engine = chatty_engine()
+    with serving({"toy": engine}, ServerConfig(keys=path)) as url:
+        assert complete(url, ALICE, "x").status_code == 200
+        reply = complete(url, ALICE, "x")
+        assert reply.status_code == 429
+        assert 50 <= int(reply.headers["retry-after"]) <= 60
+        assert reply.json()["error"]["code"] == "rate_limit_exceeded"
+        assert httpx.get(f"{url}/v1/models", headers=bearer(ALICE)).status_code == 200  # only answers cost
+    asyncio.run(engine.aclose())
+
+
+def test_requests_at_a_time_are_limited_and_given_back_when_a_client_leaves(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[[keys]]\nname = "one"\nkey = "{ALICE}"\nmax_concurrent = 1\n')
+    engine = chatty_engine(observer=Pace(step_s=0.01))
+    with serving({"toy": engine}, ServerConfig(keys=path)) as url:
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=bearer(ALICE)) as response:
+            lines = response.iter_lines()
+            next(lines)
+            assert complete(url, ALICE, "y").status_code == 429
+        eventually(lambda: complete(url, ALICE, "y").status_code == 200)
+        for _ in range(3):  # what is refused for other reasons is not counted for ever
+            assert complete(url, ALICE, "y", stop_token_ids=[9999]).status_code == 400
+        assert complete(url, ALICE, "y").status_code == 200
+    asyncio.run(engine.aclose())
+
+
+def test_an_answer_that_takes_too_long_is_ended():
+    engine = chatty_engine(observer=Pace(step_s=0.02))
+    with serving({"toy": engine}, ServerConfig(request_timeout_s=0.3)) as url:
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=30).json()
+        assert reply["choices"][0]["finish_reason"] == "abort"
+        assert 0 < reply["usage"]["completion_tokens"] < 100
+    asyncio.run(engine.aclose())
+
+
+def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path, caplog):
+    clock, path = Clock(), tmp_path / "keys.toml"
+    path.write_text(f'[[keys]]\nname = "a"\nkey = "{ALICE}"\nrequests_per_minute = 5\n')
+    ring = KeyRing(path, clock)
+    first = ring.find(ALICE)
+    assert first is not None
+    assert ring.find(BOB) is None
+    path.write_text(path.read_text() + f'[[keys]]\nname = "b"\nkey = "{BOB}"\n')
+    assert ring.find(BOB) is None  # not looked at more than once a second
+    clock.now_s += 1
+    assert ring.find(BOB) is not None
+    assert ring.find(ALICE) is first  # what it has used is not forgotten
+    path.write_text("[[keys]]\nname = 5")
+    clock.now_s += 1
+    assert ring.find(ALICE) is first
+    assert "the keys stay as they were" in caplog.text
+    path.write_text(f'[[keys]]\nname = "a"\nkey = "{ALICE}"\nrequests_per_minute = 6\n')
+    clock.now_s += 1
+    assert ring.find(BOB) is None
+    assert ring.find(ALICE) is not first
+    os.unlink(path)
+    clock.now_s += 1
+    assert ring.find(ALICE) is not None
+
+
+BAD_FILES = [
+    ("", "keys"),
+    ("keys = 5", "keys"),
+    ("[[keys]", "key file"),
+    ('[[keys]]\nname = "a"', "give either key or key_sha256"),
+    (f'[[keys]]\nname = "a"\nkey = "{ALICE}"\nkey_sha256 = "{"0" * 64}"', "give either"),
+    ('[[keys]]\nname = "a"\nkey = "short"', "5 characters"),
+    ('[[keys]]\nname = "a"\nkey_sha256 = "abc"', "64 hexadecimal digits"),
+    (f'[[keys]]\nname = ""\nkey = "{ALICE}"', "empty name"),
+    (f'[[keys]]\nname = "a"\nkey = "{ALICE}"\nrequests = 5', "requests"),
+    (f'[[keys]]\nname = "a"\nkey = "{ALICE}"\nrequests_per_minute = 0', "requests_per_minute is 0"),
+    (f'[[keys]]\nname = "a"\nkey = "{ALICE}"\npriority = 101', "priority is 101"),
+    (f'[[keys]]\nname = "a"\nkey = "{ALICE}"\n[[keys]]\nname = "b"\nkey = "{ALICE}"', "a key is there twice"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), BAD_FILES, ids=[words for _, words in BAD_FILES])
+def test_a_wrong_file_is_refused_in_words_without_the_key(tmp_path, text, words):
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest, match="key file") as caught:
+        read_keys(path)
+    assert words in str(caught.value)
+    assert ALICE not in str(caught.value)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(InvalidRequest, match="No such file"):
+        KeyRing(tmp_path / "none.toml", Clock())
+
+
+def test_serve_speaks_https_asks_for_keys_and_logs_json(tmp_path: Path, smollm2_path: Path):
+    cert, key, keys = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "keys.toml"
+    keys.write_text(KEYS)
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*command, *names], check=True, capture_output=True)
+    flags = ["--tls-cert", str(cert), "--tls-key", str(key), "--keys", str(keys), "--log-format", "json"]
+    small = ["--name", "toy", "--kv-memory", "64MiB", "--threads", "1"]
+    with server_process(smollm2_path, *flags, *small) as process:
+        eventually(lambda: process.find('"event": "ready"') is not None, timeout_s=60)
+        found = process.find(r'"url": "(https://[^"]+)/v1"')
+        assert found is not None
+        with httpx.Client(base_url=found[1], verify=ssl.create_default_context(cafile=cert), timeout=30) as http:
+            body = {"prompt": "Hi", "max_tokens": 2}
+            assert http.post("/v1/completions", json=body).status_code == 401
+            headers = {**bearer(BOB), "x-request-id": "mine-7"}
+            assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
+        eventually(lambda: process.find('"event": "answered"') is not None)
+        (line,) = [line for line in process.log if '"answered"' in line]
+        fields = httpx.Response(200, content=line).json()
+        assert (fields["key"], fields["tenant"], fields["client_request"]) == ("bob", "bob", "mine-7")
+        assert (fields["model"], fields["finish"], fields["level"]) == ("toy", "length", "info")
+        assert BOB not in "".join(process.log)
+
+
+@pytest.mark.parametrize("field", [{"tls_cert": Path("x")}, {"tls_cert": Path("/no"), "tls_key": Path("/no")}])
+def test_half_a_certificate_is_refused_at_birth(field):
+    with pytest.raises(ValueError, match="tls_"):
+        ServerConfig(**field)

@@ -1,0 +1,135 @@
+"""What llama.cpp's server has beside OpenAI's API, against the toy and Qwen2.5-Coder-0.5B."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.toy import toy_answer
+from spolia.engine import AsyncEngine, EngineConfig
+
+from .harness import Pace, chatty_engine, eventually, scripted_engine, serving
+from .test_completions import text_of
+
+GREEDY = {"temperature": 0, "n_predict": 10}
+
+
+def post(url: str, path: str, **body: Any) -> Any:
+    reply = httpx.post(url + path, json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def events(url: str, **body: Any) -> list[dict[str, Any]]:
+    with httpx.stream("POST", f"{url}/completion", json={**body, "stream": True}, timeout=60) as reply:
+        return [json.loads(line[6:]) for line in reply.iter_lines() if line]
+
+
+def test_a_completion_has_its_content_and_figures(toy_url):
+    reply = post(toy_url, "/completion", prompt="a stone", return_tokens=True, **GREEDY)
+    expected = toy_answer(list(b"a stone"), 10)
+    assert reply["content"] == text_of(expected)
+    assert reply["tokens"] == expected
+    assert (reply["stop"], reply["stop_type"]) == (True, "limit")
+    assert (reply["tokens_predicted"], reply["tokens_evaluated"]) == (10, 7)
+    assert reply["timings"]["predicted_n"] == 10
+    assert reply["timings"]["cache_n"] + reply["timings"]["prompt_n"] == 7
+
+
+def test_a_prompt_may_mix_texts_and_token_ids(toy_url):
+    reply = post(toy_url, "/completion", prompt=["ab", 200, 201, "c"], return_tokens=True, **GREEDY)
+    assert reply["tokens"] == toy_answer([*b"ab", 200, 201, *b"c"], 10)
+
+
+def test_a_stream_carries_the_same_text_and_ends_with_the_figures(toy_url):
+    whole = post(toy_url, "/completion", prompt="to be streamed", n_predict=40, temperature=0, n_probs=2)
+    pieces = events(toy_url, prompt="to be streamed", n_predict=40, temperature=0, n_probs=2)
+    assert "".join(piece["content"] for piece in pieces) == whole["content"]
+    assert [piece["stop"] for piece in pieces] == [*[False] * (len(pieces) - 1), True]
+    assert pieces[-1]["tokens_predicted"] == 40
+    streamed = [token for piece in pieces for token in piece.get("completion_probabilities", ())]
+    assert streamed == whole["completion_probabilities"]
+    assert all(len(token["top_logprobs"]) == 2 for token in streamed)
+
+
+def test_what_stopped_it_is_told():
+    engine = scripted_engine({"user: count": "one two three"}, num_blocks=64)
+    with serving({"scripted": engine}) as url:
+        prompt = "user: count\nassistant:"
+        assert post(url, "/completion", prompt=prompt, temperature=0)["stop_type"] == "eos"
+        reply = post(url, "/completion", prompt=prompt, temperature=0, stop=["two"])
+        assert (reply["stop_type"], reply["stopping_word"], reply["content"]) == ("word", "two", "one ")
+    asyncio.run(engine.aclose())
+
+
+def test_props_and_slots_describe_the_server():
+    pace = Pace(step_s=0.01)
+    engine = chatty_engine(observer=pace, max_sequences=3)
+    with serving({"toy": engine}) as url:
+        assert httpx.get(f"{url}/props").json()["total_slots"] == 3
+        assert [slot["is_processing"] for slot in httpx.get(f"{url}/slots").json()] == [False] * 3
+        body = {"prompt": "abc", "n_predict": 300, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/completion", json=body, timeout=30) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            (busy,) = [slot for slot in httpx.get(f"{url}/slots").json() if slot["is_processing"]]
+            assert (busy["n_prompt_tokens"], busy["n_prompt_tokens_processed"]) == (3, 3)
+            assert busy["n_decoded"] > 0
+        eventually(lambda: not any(slot["is_processing"] for slot in httpx.get(f"{url}/slots").json()))
+    asyncio.run(engine.aclose())
+
+
+def test_a_grammar_and_a_schema_form_the_answer(toy_url):
+    reply = post(toy_url, "/completion", prompt="x", grammar='root ::= "yes" | "no"', n_predict=8, seed=3)
+    assert reply["content"] in ("yes", "no")
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    reply = post(toy_url, "/completion", prompt="x", json_schema=schema, n_predict=200, seed=-1)
+    assert isinstance(json.loads(reply["content"])["a"], bool)
+
+
+def test_the_template_is_applied_without_generating(toy_url):
+    messages = [{"role": "user", "content": "hi"}]
+    assert post(toy_url, "/apply-template", messages=messages) == {"prompt": "user: hi\nassistant:"}
+
+
+BAD = [
+    ("/completion", {"prompt": ""}, "prompt"),
+    ("/completion", {"prompt": [1.5]}, "prompt[0]"),
+    ("/completion", {"prompt": [9999]}, "prompt"),
+    ("/completion", {"prompt": "x", "top_p": 3}, "top_p"),
+    ("/completion", {"prompt": "x", "grammar": "root ::= ("}, "structured_outputs"),
+    ("/infill", {"input_prefix": "x", "input_suffix": "y"}, "suffix"),
+    ("/infill", {"input_prefix": "x", "input_extra": [{}]}, "input_extra[0]"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_requests_are_400_and_name_their_field(toy_url, path, body, param):
+    reply = httpx.post(toy_url + path, json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
+def test_qwen_fills_in_between_prefix_and_suffix(qwen_coder_path: Path):
+    engine = AsyncEngine(qwen_coder_path, EngineConfig(kv_memory=64 << 20, max_context=2048))
+    with serving({"qwen": engine}) as url:
+        reply = post(
+            url,
+            "/infill",
+            input_extra=[{"filename": "maths.py", "text": "def double(number):\n    return 2 * number\n"}],
+            input_prefix="def add(first, second):\n    return ",
+            input_suffix="\n\nprint(add(1, 2))\n",
+            **GREEDY,
+        )
+        assert reply["content"].strip().startswith("first + second")
+    asyncio.run(engine.aclose())
