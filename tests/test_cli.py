@@ -16,7 +16,9 @@ import typer
 from spolia.bench import WORKLOADS
 from spolia.cli.flags import CHAT_DEFAULTS, GENERATE_DEFAULTS, EngineFlags, SamplingFlags, parse_size
 from spolia.engine import EngineConfig, SamplingParams
+from spolia.errors import InvalidRequest
 from spolia.server import ServerConfig
+from spolia.tiers import FolderBackend
 
 SMALL = ["--kv-memory", "64MiB", "--max-context", "1024"]
 
@@ -124,6 +126,35 @@ def test_a_parameter_that_is_none_is_refused_with_the_names_there_are(text: str)
 def test_own_processors_are_named_on_the_command_line():
     flags = EngineFlags(processors=["quiet=my.module:Quiet"])
     assert flags.config() == EngineConfig(processors=("quiet=my.module:Quiet",))
+
+
+def test_tier_flags_are_fields_of_the_engine_config():
+    given = {"kv_disk": "/x", "kv_disk_size": 9, "kv_encrypt": "env:K", "kv_host": 8, "kv_write": "selective",
+             "kv_fetch": "wait"}  # fmt: skip
+    assert EngineFlags(**given).config() == EngineConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"kv_disk_size": 9}, "kv_disk names no folder"),
+        ({"kv_write": "often"}, "write_through, write_back, selective"),
+        ({"kv_fetch": "soon"}, "planned, wait, timeout, best_effort"),
+        ({"kv_host": 0}, "at least 1"),
+    ],
+)
+def test_tier_flags_that_are_impossible_are_refused(flags, words):
+    with pytest.raises(InvalidRequest, match=words):
+        EngineFlags(**flags).config()
+
+
+def test_the_cache_commands_look_after_a_folder(tmp_path):
+    assert_one_line_of_error(spolia("cache", "verify", str(tmp_path)), 2, "not a folder that --kv-disk has used")
+    FolderBackend(tmp_path)
+    result = spolia("cache", "verify", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "0 blocks are good" in result.stdout
+    assert "export" in spolia("cache", "--help").stdout
 
 
 @pytest.mark.parametrize(

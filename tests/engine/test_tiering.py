@@ -14,7 +14,7 @@ from spolia.engine import Engine, SamplingParams
 from spolia.errors import StorageUnavailable
 from spolia.kernels import BLOCK_SIZE
 from spolia.kvcache import namespace_key
-from spolia.tiers import FolderBackend, HostBackend, KeyChain, StorageBackend, Tier, TierState, TierUse
+from spolia.tiers import AesGcm, FolderBackend, HostBackend, KeyChain, StorageBackend, Tier, TierState, TierUse
 from tiers.faults import FaultyBackend
 
 from .toy import answer, run, submit, toy_answer, toy_engine
@@ -437,3 +437,22 @@ def test_the_planner_computes_what_a_slow_tier_would_take_longer_to_bring():
     assert_right(answer(engine, CONVERSATION), CONVERSATION)
     assert backend.calls.count("get_into") <= num_reads, "by now it knows better than to ask"
     saved(engine)
+
+
+def test_with_a_key_nothing_readable_reaches_the_disk_and_another_key_reads_nothing(tmp_path):
+    def engine_with(key: bytes) -> Engine:
+        return toy_engine(tiers=[Tier("disk", FolderBackend(tmp_path), sealer=AesGcm(key))], clock=time.monotonic)
+
+    engine = engine_with(bytes(32))
+    answer(engine, CONVERSATION)
+    saved(engine)
+    slot = np.array([CONVERSATION[20], 20], "<i4").tobytes()  # what the toy keeps as KV
+    assert not any(slot in path.read_bytes() for path in tmp_path.rglob("*.kv"))
+    again = engine_with(bytes(32))
+    assert answer(again, CONVERSATION).num_restored_tokens == {"disk": 288}
+    saved(again)
+    stranger = engine_with(bytes([1] * 32))
+    output = answer(stranger, CONVERSATION)
+    assert_right(output, CONVERSATION)
+    assert output.num_cached_tokens == 0
+    saved(stranger)

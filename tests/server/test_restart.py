@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from spolia.tiers import FolderBackend, verify_folder
+from spolia.tiers import AesGcm, FolderBackend, verify_folder
 
 from .harness import eventually, metric
 from .process import ServerProcess, server_process
@@ -102,9 +102,13 @@ def test_a_server_killed_while_it_computes_and_writes_is_right_and_warm_after_it
 
 
 def test_an_orderly_end_writes_what_is_left(smollm2_path, tmp_path):
-    with server_process(smollm2_path, *OPTIONS, "--kv-disk", str(tmp_path)) as process:
+    (tmp_path / "key").write_text("ab" * 32)
+    options = ["--kv-disk", str(tmp_path / "kv"), "--kv-disk-size", "1GiB", "--kv-host", "16MiB"]
+    options += ["--kv-encrypt", f"file:{tmp_path}/key", "--kv-write", "write_through", "--kv-fetch", "wait"]
+    with server_process(smollm2_path, *OPTIONS, *options) as process:
         process.await_ready()
         complete(process, prompt(100, seed=4))
+        assert metric(process.url, "spolia_tier_state", tier="host", state="up") == 1
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
-    assert verify_folder(FolderBackend(tmp_path)).num_good == 111 // 16
+    assert verify_folder(FolderBackend(tmp_path / "kv"), AesGcm(b"\xab" * 32)).num_good == 111 // 16

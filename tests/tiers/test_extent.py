@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from spolia.tiers import Checksum, ExtentError, ExtentHeader, KeyChain, key_of, open_extent
+from spolia.tiers import AesGcm, Checksum, ExtentError, ExtentHeader, KeyChain, key_of, open_extent
 
 from .samples import extent_of, headers, payload_of
 
-SEALERS = [Checksum()]
+SEALERS = [Checksum(), AesGcm(bytes(range(32)))]
 
 
 @pytest.fixture(params=SEALERS, ids=lambda sealer: sealer.name)

@@ -18,8 +18,12 @@ from spolia.cli.flags import (
     KvDiskFlag,
     KvDiskSizeFlag,
     KvDtypeFlag,
+    KvEncryptFlag,
+    KvFetchFlag,
+    KvHostFlag,
     KvMemoryFlag,
     KvPolicyFlag,
+    KvWriteFlag,
     MaxContextFlag,
     MaxTokensFlag,
     MinPFlag,
@@ -38,6 +42,7 @@ from spolia.cli.flags import (
     TopPFlag,
     parse_size,
 )
+from spolia.cli.folder_app import add_folder_commands
 from spolia.errors import InvalidRequest, SpoliaError
 
 __all__ = ["app", "main"]
@@ -56,6 +61,7 @@ cache_app = typer.Typer(help="Look into the cache.", rich_markup_mode=None, no_a
 models_app = typer.Typer(help="List the models that have a name, or remove one.", rich_markup_mode=None)
 app.add_typer(models_app, name="models")
 app.add_typer(cache_app, name="cache")
+add_folder_commands(cache_app)
 
 _ONLY = (
     "Which of decode_b1, prefill_1024, warm_2048, batch_128_64, shared_prefix and multiturn to run, with commas; "
@@ -132,6 +138,10 @@ def serve(
     kv_memory: KvMemoryFlag = None,
     kv_disk: KvDiskFlag = None,
     kv_disk_size: KvDiskSizeFlag = None,
+    kv_encrypt: KvEncryptFlag = None,
+    kv_host: KvHostFlag = None,
+    kv_write: KvWriteFlag = None,
+    kv_fetch: KvFetchFlag = None,
     kv_policy: KvPolicyFlag = None,
     threads: ThreadsFlag = None,
     max_context: MaxContextFlag = None,
@@ -151,6 +161,10 @@ def serve(
         kv_memory=kv_memory,
         kv_disk=kv_disk,
         kv_disk_size=kv_disk_size,
+        kv_encrypt=kv_encrypt,
+        kv_host=kv_host,
+        kv_write=kv_write,
+        kv_fetch=kv_fetch,
         kv_policy=kv_policy,
         num_threads=threads,
         max_context=max_context,

@@ -27,8 +27,12 @@ __all__ = [
     "KvDiskFlag",
     "KvDiskSizeFlag",
     "KvDtypeFlag",
+    "KvEncryptFlag",
+    "KvFetchFlag",
+    "KvHostFlag",
     "KvMemoryFlag",
     "KvPolicyFlag",
+    "KvWriteFlag",
     "MaxContextFlag",
     "MaxTokensFlag",
     "MinPFlag",
@@ -108,6 +112,41 @@ KvDiskSizeFlag = Annotated[
         metavar="SIZE",
         parser=parse_size,
         help="Most that --kv-disk may hold, like 20GiB. Default: half of what is free there.",
+    ),
+]
+KvEncryptFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-encrypt",
+        metavar="KEY",
+        help="Encrypt what leaves memory with the key at file:PATH or env:NAME, 32 bytes or 64 hex digits.",
+    ),
+]
+KvHostFlag = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-host",
+        metavar="SIZE",
+        parser=parse_size,
+        help="Memory for KV that --kv-memory had to give up. Default: none.",
+    ),
+]
+KvWriteFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-write",
+        metavar="WHEN",
+        help="Write to --kv-disk write_through (as computed; default), write_back (when it leaves memory) or "
+        "selective (when two requests have used it).",
+    ),
+]
+KvFetchFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-fetch",
+        metavar="HOW",
+        help="Requests wait for KV from other tiers: planned (while that is sooner than computing; default), wait, "
+        "timeout (a second at most) or best_effort (not at all).",
     ),
 ]
 ThreadsFlag = Annotated[int | None, typer.Option("--threads", help="Compute threads. Default: one per physical core.")]
@@ -195,6 +234,10 @@ class EngineFlags:
     kv_policy: str | None = None
     kv_disk: str | None = None
     kv_disk_size: int | None = None
+    kv_encrypt: str | None = None
+    kv_host: int | None = None
+    kv_write: str | None = None
+    kv_fetch: str | None = None
     num_threads: int | None = None
     max_context: int | None = None
     stream_interval_ms: float | None = None

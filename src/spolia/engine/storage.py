@@ -12,7 +12,19 @@ from numpy.typing import NDArray
 from spolia.engine.config import EngineConfig
 from spolia.engine.tiering import Offloader, Tiering
 from spolia.kvcache import GroupSpec, KVCache, RetentionPolicy
-from spolia.tiers import FetchPolicy, FolderBackend, HostBackend, Mover, Tier, TierUse, header_bytes
+from spolia.tiers import (
+    AesGcm,
+    Checksum,
+    FetchPolicy,
+    FolderBackend,
+    HostBackend,
+    Mover,
+    Sealer,
+    Tier,
+    TierUse,
+    header_bytes,
+    read_key,
+)
 
 __all__ = ["build_cache", "open_tiers"]
 
@@ -23,6 +35,7 @@ def open_tiers(config: EngineConfig) -> tuple[list[TierUse], EngineConfig]:
     Raises:
         InvalidRequest: one that cannot be used.
     """
+    sealer: Sealer = Checksum() if config.kv_encrypt is None else AesGcm(read_key(config.kv_encrypt))
     uses = []
     if config.kv_host is not None:
         uses.append(TierUse(Tier("host", HostBackend(config.kv_host)), "write_back", is_exclusive=True))
@@ -33,7 +46,7 @@ def open_tiers(config: EngineConfig) -> tuple[list[TierUse], EngineConfig]:
             size = (shutil.disk_usage(path).free + (folder.health().num_bytes or 0)) // 2
             folder = FolderBackend(path, size)
             config = replace(config, kv_disk_size=size)
-        uses.append(TierUse(Tier("disk", folder), config.kv_write, min_uses=config.kv_min_uses))
+        uses.append(TierUse(Tier("disk", folder, sealer=sealer), config.kv_write, min_uses=config.kv_min_uses))
     return uses, config
 
 

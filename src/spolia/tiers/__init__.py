@@ -7,6 +7,8 @@
 nothing that comes up, and keeps a backend that fails from being asked. `Mover` does the I/O on threads of its own.
 """
 
+from .aead import AesGcm, read_key
+from .archive import Conversation, conversations, export_conversation, headers, import_conversation
 from .backend import Entry, Health, ListableBackend, StorageBackend
 from .extent import (
     SEAL_BYTES,
@@ -31,8 +33,10 @@ from .verify import VerifyReport, verify_folder
 __all__ = [
     "BLOCK_SIZE",
     "SEAL_BYTES",
+    "AesGcm",
     "BlockRun",
     "Checksum",
+    "Conversation",
     "Entry",
     "ExtentError",
     "ExtentHeader",
@@ -54,9 +58,14 @@ __all__ = [
     "VerifyReport",
     "WritePolicy",
     "block_key",
+    "conversations",
+    "export_conversation",
     "extent_bytes",
     "header_bytes",
+    "headers",
+    "import_conversation",
     "key_of",
     "open_extent",
+    "read_key",
     "verify_folder",
 ]

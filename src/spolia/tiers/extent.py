@@ -97,6 +97,19 @@ class ExtentHeader:
         Raises:
             ExtentError: these bytes do not begin with a header of this version.
         """
+        return cls._decode(extent, len(extent))
+
+    @classmethod
+    def peek(cls, beginning: memoryview, num_bytes: int) -> ExtentHeader:
+        """The header of an extent of `num_bytes` bytes of which only the beginning was read.
+
+        Raises:
+            ExtentError: as `decode`.
+        """
+        return cls._decode(beginning, num_bytes)
+
+    @classmethod
+    def _decode(cls, extent: memoryview, num_bytes: int) -> ExtentHeader:
         if len(extent) < _LAYOUT_AT:
             raise ExtentError(f"it has {len(extent)} bytes, fewer than a header")
         magic, version, size, group, layout_bytes, start, num_tokens, payload_bytes = _FIXED.unpack_from(extent)
@@ -105,8 +118,8 @@ class ExtentHeader:
         if version != _VERSION:
             raise ExtentError(f"it is of version {version}; this is Spolia's version {_VERSION}")
         ids_at = _LAYOUT_AT + layout_bytes
-        if ids_at + 4 * num_tokens > size or size + payload_bytes + SEAL_BYTES != len(extent):
-            raise ExtentError(f"its parts do not add up to its {len(extent)} bytes")
+        if ids_at + 4 * num_tokens > min(size, len(extent)) or size + payload_bytes + SEAL_BYTES != num_bytes:
+            raise ExtentError(f"its parts do not add up to its {num_bytes} bytes")
         digest, parent, namespace = (
             bytes(extent[_FIXED.size + DIGEST_BYTES * i : _FIXED.size + DIGEST_BYTES * (i + 1)]) for i in range(3)
         )

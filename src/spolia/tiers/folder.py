@@ -24,6 +24,7 @@ from pathlib import Path
 from spolia.errors import InvalidRequest, StorageUnavailable
 
 from .backend import Buffer, Entry, Health
+from .extent import ExtentError, ExtentHeader
 from .keys import KEY_BYTES
 
 __all__ = ["FolderBackend"]
@@ -34,6 +35,9 @@ _RESCAN_SHARE = 8
 _STEP_NS = 1_000
 """Between the modification times of a chain's files, so that after a restart its tail still goes before its head."""
 
+_HEADER_BYTES = 4_096
+"""More than any header has."""
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -43,6 +47,7 @@ class FolderBackend:
     Args:
         folder: made if it is not there.
         capacity_bytes: of all files together; None: no limit.
+        sweep: remove at once what killed writers left behind.
 
     Raises:
         InvalidRequest: the folder cannot be made or written to.
@@ -54,6 +59,7 @@ class FolderBackend:
         capacity_bytes: int | None = None,
         *,
         clock: Callable[[], float] = time.time,
+        sweep: bool = True,
     ) -> None:
         self.folder = Path(folder)
         self._capacity = capacity_bytes
@@ -74,7 +80,8 @@ class FolderBackend:
                 f"the KV folder {self.folder} cannot be used: {error.strerror}; choose another, or make it writable",
                 param="kv_disk",
             ) from error
-        self.sweep()
+        if sweep:
+            self.sweep()
         self._scan()
         with self._lock:
             doomed = self._over_capacity(0)
@@ -127,6 +134,17 @@ class FolderBackend:
             except FileNotFoundError:
                 continue
             yield Entry(key, status.st_size, status.st_mtime)
+
+    def read_header(self, key: bytes) -> ExtentHeader | None:
+        """The header of an extent, without its payload; None if there is none that makes sense."""
+        try:
+            with open(self._path(key), "rb") as file:
+                beginning = file.read(_HEADER_BYTES)
+                return ExtentHeader.peek(memoryview(beginning), os.fstat(file.fileno()).st_size)
+        except (FileNotFoundError, ExtentError):
+            return None
+        except OSError as error:
+            raise self._unavailable(error) from error
 
     def sweep(self) -> int:
         """Remove what killed writers left behind; how many files. What a living process is writing stays."""

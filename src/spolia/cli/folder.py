@@ -1,0 +1,107 @@
+"""`spolia cache ls | du | verify | export | import | clear`: looking after a folder of KV."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from spolia.errors import InvalidRequest
+from spolia.tiers import (
+    AesGcm,
+    Checksum,
+    FolderBackend,
+    Sealer,
+    conversations,
+    export_conversation,
+    headers,
+    import_conversation,
+    read_key,
+    verify_folder,
+)
+
+__all__ = ["clear", "du", "export", "import_file", "ls", "verify"]
+
+
+def ls(path: Path) -> None:
+    """A line for each conversation, the most recently used first."""
+    for one in conversations(_open(path)):
+        age = _age(time.time() - one.used_s)
+        gap = "" if one.is_whole else "  (its beginning is gone)"
+        print(f"{one.digest.hex()[:12]}  {one.num_tokens:>8} tokens  {_size(one.num_bytes):>10}  {age:>8}{gap}")
+
+
+def du(path: Path) -> None:
+    """Blocks and bytes by namespace, and in all."""
+    blocks: dict[tuple[str, str], int] = defaultdict(int)
+    sizes: dict[tuple[str, str], int] = defaultdict(int)
+    for header, size, _ in headers(_open(path)):
+        owner = header.namespace.hex()[:12], header.layout
+        blocks[owner] += 1
+        sizes[owner] += size
+    for owner in sorted(sizes, key=lambda owner: -sizes[owner]):
+        print(f"{owner[0]}  {owner[1]:<24} {blocks[owner]:>8} blocks  {_size(sizes[owner]):>10}")
+    print(f"{'total':<38} {sum(blocks.values()):>8} blocks  {_size(sum(sizes.values())):>10}")
+
+
+def verify(path: Path, key: str | None) -> bool:
+    """Remove what is damaged or was left behind; False if anything was damaged."""
+    report = verify_folder(_open(path, sweep=False), _sealer(key))
+    for name, reason in report.refused:
+        print(f"removed {name[:12]}: {reason}")
+    print(
+        f"{report.num_good} blocks are good ({_size(report.num_bytes)}), "
+        f"{len(report.refused)} damaged ones and {report.num_swept} unfinished files were removed"
+    )
+    return not report.refused
+
+
+def export(path: Path, conversation: str, file: Path) -> None:
+    """Write one conversation's KV to a file."""
+    done = export_conversation(_open(path), conversation, file)
+    print(f"{file}: {done.num_tokens} tokens, {_size(file.stat().st_size)}")
+
+
+def import_file(path: Path, file: Path, key: str | None, *, is_forced: bool) -> None:
+    """Put a file's KV into a folder."""
+    count = import_conversation(_open(path, make=True), file, sealer=_sealer(key), is_forced=is_forced)
+    print(f"{count} blocks imported")
+
+
+def clear(path: Path, namespace: str) -> None:
+    """Delete all blocks, or those of a namespace."""
+    folder = _open(path)
+    keys = [entry.key for entry in folder.entries()]
+    if namespace:
+        keys = [header.key for header, _, _ in headers(folder) if header.namespace.hex().startswith(namespace)]
+    folder.delete(keys)
+    print(f"{len(keys)} blocks deleted")
+
+
+def _open(path: Path, *, make: bool = False, sweep: bool = True) -> FolderBackend:
+    """
+    Raises:
+        InvalidRequest: nothing of Spolia's is there.
+    """
+    if not make and not (path / "spolia-kv-1").is_dir():
+        raise InvalidRequest(f"{path} is not a folder that --kv-disk has used", param="dir")
+    return FolderBackend(path, sweep=sweep)
+
+
+def _sealer(key: str | None) -> Sealer:
+    return Checksum() if key is None else AesGcm(read_key(key))
+
+
+def _size(num_bytes: int) -> str:
+    value, units = float(num_bytes), iter(["B", "KiB", "MiB", "GiB", "TiB"])
+    unit = next(units)
+    while value >= 1024 and unit != "TiB":
+        value, unit = value / 1024, next(units)
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _age(seconds: float) -> str:
+    for limit, divisor, unit in ((120, 1, "s"), (7_200, 60, "min"), (172_800, 3_600, "h")):
+        if seconds < limit:
+            return f"{max(0, seconds) / divisor:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
