@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kTile = 16;                     // output columns that a packed matrix is cut by
 constexpr int64_t kChunksPerThread = 4;           // how finely work is cut: late threads wait less, early ones count more
 constexpr size_t kRowBlockBytes = size_t{256} << 10;  // prepared rows that stay in a core's L2 while tiles pass
+constexpr int64_t kOwnRows = 32;                   // rows a thread, from which it pays that each has rows of its own
 constexpr int64_t kRowMultiple = 16;              // row blocks are whole numbers of these, but the last
 // A gate's product stays in a core's cache until its sibling's meets it: that many rows by tiles at a time.
 constexpr int64_t kGateRows = 64, kGateTiles = 16;
@@ -50,11 +51,11 @@ Executable::Executable(Plan plan, const Kernels& kernels, int64_t vocab_size, in
     block_bytes_.push_back(offset);
   }
   for (const Stage& stage : plan_.stages) {
-    first_counter_.push_back(num_counters_);
-    num_counters_ += 2 + int(stage.attends.size());
+    first_part_.push_back(num_parts_);
+    num_parts_ += 2 + int(stage.attends.size());
     for (size_t i = 0; i < stage.attends.size(); ++i) attend_slots_[stage.attends[i]] = i;
   }
-  counters_ = std::make_unique<Counter[]>(num_counters_ + 1);
+  counters_ = std::make_unique<Counter[]>(size_t(num_parts_ + 1) * kMaxRuns);
   views_.resize(plan_.buffers.size());
   attend_steps_.resize(plan_.layers.size());
   shared_scratch_.resize(plan_.layers.size());
@@ -63,14 +64,20 @@ Executable::Executable(Plan plan, const Kernels& kernels, int64_t vocab_size, in
   pack();
 }
 
-// Items [0, num_items) of a part, each to one thread: body(item).
+// Items [0, num_items) of a part, each to one thread: body(item). A thread begins with a run of neighbours, which in all
+// parts of a step belong to about the same rows: these it finds in its own cache. Then it helps the others to the end.
 template <class Body>
-void Executable::share(Counter& counter, int64_t num_items, int thread, Body body) {
+void Executable::share(Part part, int64_t num_items, int thread, Body body) {
   if (num_items <= threads_->size()) {  // not worth a shared counter
     if (thread < num_items) body(thread);
     return;
   }
-  for (int64_t item; (item = counter.next.fetch_add(1, std::memory_order_relaxed)) < num_items;) body(item);
+  const int runs = num_runs(), home = int(int64_t(thread) * runs / threads_->size());
+  for (int i = 0; i < runs; ++i) {
+    const int run = (home + i) % runs;
+    const int64_t begin = num_items * run / runs, end = num_items * (run + 1) / runs;
+    for (int64_t item; (item = begin + part[run].next.fetch_add(1, std::memory_order_relaxed)) < end;) body(item);
+  }
 }
 
 void Executable::pack() {
@@ -90,9 +97,9 @@ void Executable::pack() {
     const Matrix& matrix = plan_.matrices[i];
     packed_.push_back({matrix.type, matrix.n, matrix.k, packed_memory_.data() + offsets[i]});
   }
-  Counter counter;
+  Counter counters[kMaxRuns];
   auto job = [&](int thread) {
-    share(counter, num_items, thread, [&](int64_t item) {
+    share(counters, num_items, thread, [&](int64_t item) {
       const size_t i = size_t(std::upper_bound(first_item.begin(), first_item.end(), item) - first_item.begin()) - 1;
       const Matrix& matrix = plan_.matrices[i];
       const int64_t begin = (item - first_item[i]) * kTilesPerItem;
@@ -155,7 +162,8 @@ void Executable::check(const Step& step) const {
 
 void Executable::run(const Step& step) {
   place_buffers(step);
-  for (int i = 0; i < num_counters_ + 1; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
+  for (int i = 0; i < num_parts_ + 1; ++i)
+    for (int run = 0; run < num_runs(); ++run) part(i)[run].next.store(0, std::memory_order_relaxed);
   auto job = [&](int thread) { work(step, thread); };
   threads_->run(job);
 }
@@ -216,7 +224,7 @@ void Executable::place_buffers(const Step& step) {
 }
 
 void Executable::copy_blocks(const Step& step, int thread) {
-  share(counters_[num_counters_], int64_t(plan_.layers.size()), thread, [&](int64_t i) {
+  share(part(num_parts_), int64_t(plan_.layers.size()), thread, [&](int64_t i) {
     const AttendLayer& layer = plan_.layers[i];
     for (const BlockCopy& copy : step.copies) {
       if (copy.group != layer.group) continue;
@@ -245,22 +253,21 @@ void Executable::work(const Step& step, int thread) {
   for (size_t i = 0; i < plan_.stages.size(); ++i) {
     const Stage& stage = plan_.stages[i];
     if ((stage.domain == Domain::Logits ? step.num_logit_rows : step.num_rows) == 0) break;
-    Counter* counters = &counters_[first_counter_[i]];
-    row_part(step, stage, counters[0], thread);
+    row_part(step, stage, part(first_part_[i]), thread);
     meet(2 * i);
-    multiply(step, stage, counters[1], thread);
-    attend(stage, counters + 2, thread);
+    multiply(step, stage, part(first_part_[i] + 1), thread);
+    attend(stage, part(first_part_[i] + 2), thread);
     meet(2 * i + 1);
   }
 }
 
-void Executable::row_part(const Step& step, const Stage& stage, Counter& counter, int thread) {
+void Executable::row_part(const Step& step, const Stage& stage, Part part, int thread) {
   const bool of_logits = stage.domain == Domain::Logits;
   const int64_t num_rows = of_logits ? step.num_logit_rows : step.num_rows;
   // Few rows go out one by one; many in whole blocks, so that no two threads store to one.
   int64_t chunk = std::max<int64_t>(1, num_rows / (threads_->size() * kChunksPerThread));
   if (chunk > kBlock) chunk = chunk / kBlock * kBlock;
-  share(counter, ceil_div(num_rows, chunk), thread, [&](int64_t item) {
+  share(part, ceil_div(num_rows, chunk), thread, [&](int64_t item) {
     const int64_t begin = item * chunk, end = std::min(begin + chunk, num_rows);
     if (!of_logits)
       for (int i : stage.merges) kernels_.attend.merge(plan_.layers[i].shape, attend_steps_[i], begin, end, shared_scratch_[i]);
@@ -311,7 +318,7 @@ void Executable::row_op(const RowOp& op, const Step& step, int64_t row, int64_t 
 }
 
 // All products of the stage, cut into blocks of rows by chunks of tiles.
-void Executable::multiply(const Step& step, const Stage& stage, Counter& counter, int thread) {
+void Executable::multiply(const Step& step, const Stage& stage, Part part, int thread) {
   if (stage.matmuls.empty()) return;
   const int64_t num_rows = stage.domain == Domain::Logits ? step.num_logit_rows : step.num_rows;
   int64_t num_tiles = 0;
@@ -320,7 +327,8 @@ void Executable::multiply(const Step& step, const Stage& stage, Counter& counter
 
   auto tile_chunk = [&](const Matmul& matmul) { return matmul.gate < 0 ? whole : std::min(whole, kGateTiles); };
   auto row_block = [&](const Matmul& matmul) {
-    const int64_t most = std::max<int64_t>(kRowMultiple, int64_t(kRowBlockBytes / views_[matmul.rows].row_stride));
+    int64_t most = std::max<int64_t>(kRowMultiple, int64_t(kRowBlockBytes / views_[matmul.rows].row_stride));
+    if (num_rows >= kOwnRows * threads_->size()) most = std::min(most, ceil_div(num_rows, threads_->size()));
     const int64_t even = ceil_div(num_rows, ceil_div(num_rows, most));
     return ceil_div(even, kRowMultiple) * kRowMultiple;
   };
@@ -330,7 +338,7 @@ void Executable::multiply(const Step& step, const Stage& stage, Counter& counter
   int64_t num_items = 0;
   for (const Matmul& matmul : stage.matmuls) num_items += num_items_of(matmul);
 
-  share(counter, num_items, thread, [&](int64_t item) {
+  share(part, num_items, thread, [&](int64_t item) {
     const Matmul* matmul = stage.matmuls.data();
     for (; item >= num_items_of(*matmul); ++matmul) item -= num_items_of(*matmul);
     const int64_t tiles = ceil_div(packed_[matmul->matrix].n, kTile), chunk = tile_chunk(*matmul);
@@ -369,10 +377,10 @@ void Executable::multiply_part(const Step& step, const Matmul& matmul, Range row
   }
 }
 
-void Executable::attend(const Stage& stage, Counter* counters, int thread) {
+void Executable::attend(const Stage& stage, Part first, int thread) {
   for (size_t n = 0; n < stage.attends.size(); ++n) {
     const int i = stage.attends[n];
-    share(counters[n], num_attend_items_[i], thread, [&](int64_t item) {
+    share(first + n * kMaxRuns, num_attend_items_[i], thread, [&](int64_t item) {
       kernels_.attend.item(plan_.layers[i].shape, attend_steps_[i], item, shared_scratch_[i],
                            thread_scratch_ + size_t(thread) * thread_stride_);
     });
