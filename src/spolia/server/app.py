@@ -25,6 +25,8 @@ from spolia.server.config import ServerConfig
 from spolia.server.errors import handle_disconnect, handle_error, handle_http_exception
 from spolia.server.llamacpp import LlamaCppEndpoints
 from spolia.server.ollama import OllamaEndpoints, OllamaLibrary
+from spolia.server.responses import ResponsesEndpoints
+from spolia.server.resuming import ResumableStreams
 from spolia.server.routes import Route
 from spolia.server.schema import ChatRequest, CompletionRequest
 from spolia.server.served import ServedModels
@@ -48,7 +50,9 @@ def create_app(engines: Mapping[str, AsyncEngine | Future[AsyncEngine]], config:
     config = config or ServerConfig()
     promises = {name: _promise(engine) for name, engine in engines.items()}
     models = ServedModels(promises, request_timeout_s=config.request_timeout_s)
-    app = _App(_routes(models, config))
+    streams = ResumableStreams()
+    app = _App([*_routes(models, config), *streams.routes()])
+    app.state.resumable_streams = streams
     app.state.models = models
     app.state.body_deadlines = BodyDeadlines(config.body_timeout_s)
     app.add_middleware(Gate, ring=None if config.keys is None else KeyRing(config.keys, time.monotonic))
@@ -67,6 +71,7 @@ def _routes(models: ServedModels, config: ServerConfig) -> list[Route]:
         *TokenizeEndpoints(models, config).routes(),
         Route("POST", "/v1/completions", CompletionEndpoint(models, config).respond, CompletionRequest),
         Route("POST", "/v1/chat/completions", ChatEndpoint(models, config).respond, ChatRequest),
+        *ResponsesEndpoints(models, config).routes(),
         *AnthropicEndpoints(models, config).routes(),
         *OllamaEndpoints(models, config).routes(),
         *OllamaLibrary(models, config).routes(),

@@ -15,6 +15,7 @@ from spolia.errors import SpoliaError
 from spolia.server.answer import Answer
 from spolia.server.errors import error_body
 from spolia.server.replies import Usage
+from spolia.server.resuming import ResumableStreams
 from spolia.server.schema import SamplingRequest
 from spolia.server.sse import DONE, EventStream, watch_for_disconnect
 
@@ -44,6 +45,9 @@ class Rendering(Protocol):
 async def respond(request: Request, body: SamplingRequest, answer: Answer, rendering: Rendering) -> Response:
     """The response to `request`. Its client's going away aborts `answer`."""
     headers = {"x-request-id": answer.id}
+    if body.stream and body.resumable:
+        streams: ResumableStreams = request.app.state.resumable_streams
+        return streams.open(answer.id, _events(body, answer, rendering), abort=answer.abort, headers=headers)
     if body.stream:
         return EventStream(_events(body, answer, rendering), on_disconnect=answer.abort, headers=headers)
     with watch_for_disconnect(request.receive, answer.abort):

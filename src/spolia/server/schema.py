@@ -67,6 +67,7 @@ class SamplingRequest(SamplingFields, kw_only=True):
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    resumable: bool | None = None
     cache_salt: str | None = None
     explain: bool | None = None
     priority: int | None = None

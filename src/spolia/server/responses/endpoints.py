@@ -1,0 +1,287 @@
+"""The endpoints, and the reply as one object or as events."""
+
+from __future__ import annotations
+
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from spolia.errors import SpoliaError
+from spolia.server.access import current_caller
+from spolia.server.body import read_body
+from spolia.server.config import ServerConfig
+from spolia.server.errors import UnknownThing, error_body
+from spolia.server.responses.schema import ResponsesRequest, messages_of, tool_use_of
+from spolia.server.routes import Route
+from spolia.server.served import ServedModels
+from spolia.server.sse import EventStream
+from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, ToolCall, gather
+from spolia.server.turn import Conversation, Turn
+
+__all__ = ["ResponsesEndpoints"]
+
+_MAX_STORED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A response to go on from. Its instructions are not part of it: they hold for one response."""
+
+    tenant: str | None
+    messages: list[dict[str, Any]]
+    reply: dict[str, Any]
+
+
+class ResponsesEndpoints:
+    """Bound to the models and limits of one app. Keeps the last responses, for those that go on from them."""
+
+    def __init__(self, models: ServedModels, config: ServerConfig) -> None:
+        self._models = models
+        self._config = config
+        self._stored: OrderedDict[str, _Stored] = OrderedDict()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("POST", "/v1/responses", self.create, ResponsesRequest),
+            Route("GET", "/v1/responses/{response_id}", self.retrieve),
+            Route("DELETE", "/v1/responses/{response_id}", self.delete),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        body = await read_body(request, ResponsesRequest, max_bytes=self._config.max_body_bytes)
+        served = self._models.get(body.model)
+        before = [] if body.previous_response_id is None else self._find(body.previous_response_id).messages
+        messages = [*before, *messages_of(body.input)]
+        told = [{"role": "system", "content": body.instructions}] if body.instructions else []
+        turn = await Turn.begin(
+            "resp",
+            served,
+            Conversation(messages=[*told, *messages], tool_use=tool_use_of(body)),
+            body.sampling_params(),
+            cache_salt=body.cache_salt or "",
+            max_waiting=self._config.max_waiting,
+        )
+        reply = _Reply(turn, body)
+        headers = {"x-request-id": turn.answer.id}
+        if body.stream:
+            events = self._events(reply, messages)
+            return EventStream(events, on_disconnect=turn.answer.abort, headers=headers)
+        text, calls = await turn.whole(request)
+        shown = reply.ended(reply.items(text, calls))
+        self._store(reply, messages, text, calls, shown)
+        return Response(msgspec.json.encode(shown), headers=headers, media_type="application/json")
+
+    async def retrieve(self, response_id: str) -> Response:
+        return Response(msgspec.json.encode(self._find(response_id).reply), media_type="application/json")
+
+    async def delete(self, response_id: str) -> Response:
+        self._find(response_id)
+        del self._stored[response_id]
+        shown = {"id": response_id, "object": "response", "deleted": True}
+        return Response(msgspec.json.encode(shown), media_type="application/json")
+
+    def _find(self, response_id: str) -> _Stored:
+        stored = self._stored.get(response_id)
+        if stored is None or stored.tenant != current_caller().tenant:
+            raise UnknownThing(
+                f"no response {response_id!r} is kept here; the last {_MAX_STORED} are", param="previous_response_id"
+            )
+        return stored
+
+    async def _events(self, reply: _Reply, messages: list[dict[str, Any]]) -> AsyncIterator[bytes]:
+        parts: list[Part] = []
+        async for events, more in reply.events():
+            parts += more
+            if events:
+                yield events
+        if reply.is_complete:
+            text, calls = gather(parts)
+            self._store(reply, messages, text, calls, reply.last)
+
+    def _store(
+        self,
+        reply: _Reply,
+        messages: list[dict[str, Any]],
+        text: str,
+        calls: Sequence[ToolCall],
+        shown: dict[str, Any],
+    ) -> None:
+        if not reply.is_stored:
+            return
+        said: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            said["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        self._stored[reply.id] = _Stored(current_caller().tenant, [*messages, said], shown)
+        while len(self._stored) > _MAX_STORED:
+            self._stored.popitem(last=False)
+
+
+class _Reply:
+    """One response in OpenAI's shapes.
+
+    Attributes:
+        last: the whole object, once `is_complete`.
+    """
+
+    def __init__(self, turn: Turn, body: ResponsesRequest) -> None:
+        self.id = turn.answer.id
+        self.is_stored = body.store is not False
+        self.is_complete = False
+        self.last: dict[str, Any] = {}
+        self._turn = turn
+        self._body = body
+        self._number = 0
+        self._done: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None  # the item that grows
+
+    def items(self, text: str, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+        message = [_message_item(text, "completed")] if text or not calls else []
+        return [*message, *(_call_item(call, "completed") for call in calls)]
+
+    def ended(self, output: list[dict[str, Any]]) -> dict[str, Any]:
+        result = self._turn.output
+        is_cut = result.finish_reason != "stop"
+        reason = "max_output_tokens" if result.finish_reason == "length" else "aborted"
+        num_in, num_out = len(result.prompt_token_ids), len(result.token_ids)
+        return self._object(
+            "incomplete" if is_cut else "completed",
+            output=output,
+            incomplete_details={"reason": reason} if is_cut else None,
+            usage={
+                "input_tokens": num_in,
+                "input_tokens_details": {"cached_tokens": result.num_cached_tokens},
+                "output_tokens": num_out,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": num_in + num_out,
+            },
+        )
+
+    async def events(self) -> AsyncIterator[tuple[bytes, list[Part]]]:
+        """Events to send, with the parts that they tell of."""
+        begun = self._object("in_progress", output=[])
+        yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun), []
+        try:
+            async for parts in self._turn.parts():
+                yield b"".join(event for part in parts for event in self._events_of(part)), parts
+        except SpoliaError as error:
+            told = msgspec.json.decode(error_body(error))["error"]
+            failed = self._object(
+                "failed", output=self._done, error={"code": "server_error", "message": told["message"]}
+            )
+            yield self._event("response.failed", response=failed), []
+            return
+        closing = b"".join(self._end_item())
+        if not self._done:
+            closing += b"".join([*self._begin_message(), *self._end_item()])
+        self.last = self.ended(self._done)
+        self.is_complete = True
+        kind = "response.completed" if self.last["status"] == "completed" else "response.incomplete"
+        yield closing + self._event(kind, response=self.last), []
+
+    def _events_of(self, part: Part) -> list[bytes]:
+        match part:
+            case Text(text):
+                begun = []
+                if self._open is None or self._open["type"] != "message":
+                    begun = [*self._end_item(), *self._begin_message()]
+                item = self._item
+                item["content"][0]["text"] += text
+                at = {"item_id": item["id"], "output_index": len(self._done), "content_index": 0}
+                return [*begun, self._event("response.output_text.delta", **at, delta=text, logprobs=[])]
+            case CallBegan(_, id_, name):
+                ended = self._end_item()
+                self._open = _call_item(ToolCall(id_, name, ""), "in_progress")
+                added = self._event("response.output_item.added", output_index=len(self._done), item=self._open)
+                return [*ended, added]
+            case CallArguments(_, text):
+                item = self._item
+                item["arguments"] += text
+                at = {"item_id": item["id"], "output_index": len(self._done)}
+                return [self._event("response.function_call_arguments.delta", **at, delta=text)]
+
+    @property
+    def _item(self) -> dict[str, Any]:
+        return self._open or {}
+
+    def _begin_message(self) -> list[bytes]:
+        self._open = _message_item("", "in_progress")
+        at = {"output_index": len(self._done)}
+        added = self._event("response.output_item.added", **at, item={**self._open, "content": []})
+        part = self._open["content"][0]
+        at |= {"item_id": self._open["id"], "content_index": 0}
+        return [added, self._event("response.content_part.added", **at, part=part)]
+
+    def _end_item(self) -> list[bytes]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        item["status"] = "completed"
+        at: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._done)}
+        if item["type"] == "message":
+            part = item["content"][0]
+            at["content_index"] = 0
+            events = [
+                self._event("response.output_text.done", **at, text=part["text"], logprobs=[]),
+                self._event("response.content_part.done", **at, part=part),
+            ]
+        else:
+            item["arguments"] = item["arguments"] or "{}"
+            done = self._event(
+                "response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"]
+            )
+            events = [done]
+        events.append(self._event("response.output_item.done", output_index=len(self._done), item=item))
+        self._done.append(item)
+        return events
+
+    def _object(self, status: str, **fields: Any) -> dict[str, Any]:
+        body, answer = self._body, self._turn.answer
+        return {
+            "id": answer.id,
+            "object": "response",
+            "created_at": answer.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": answer.model,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "store": self.is_stored,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            **fields,
+        }
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(event))
+
+
+def _message_item(text: str, status: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    id_ = f"msg_{uuid.uuid4().hex}"
+    return {"type": "message", "id": id_, "status": status, "role": "assistant", "content": content}
+
+
+def _call_item(call: ToolCall, status: str) -> dict[str, Any]:
+    id_ = f"fc_{uuid.uuid4().hex}"
+    named = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+    return {"type": "function_call", "id": id_, "status": status, **named}

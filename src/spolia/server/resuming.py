@@ -1,0 +1,163 @@
+"""Streams that outlive their connection: `"resumable": true` in a request, `GET /v1/streams/{id}` after a drop.
+
+Generation goes on while nobody reads. Each event has a number, told as SSE's `id:`; a client that comes back says the
+last one it saw (`Last-Event-ID`, or `?after=`), and gets the rest as it comes. A stream is kept for five minutes after
+its last reader has gone, or after its end; one that nobody comes back to is aborted then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from spolia.errors import InvalidRequest, Overloaded
+from spolia.server.access import current_caller
+from spolia.server.errors import UnknownThing
+from spolia.server.routes import Route
+from spolia.server.sse import EventStream
+
+__all__ = ["ResumableStreams"]
+
+_KEPT_S = 300.0
+_MAX_STREAMS = 1024
+
+
+class _Stream:
+    """One stream's events so far.
+
+    Args:
+        abort: ends the request behind it.
+        forget: drops the stream from its owner.
+    """
+
+    def __init__(
+        self, tenant: str | None, abort: Callable[[], None], forget: Callable[[], None], kept_s: float
+    ) -> None:
+        self.tenant = tenant
+        self.events: list[bytes] = []
+        self.is_over = False
+        self._abort = abort
+        self._forget = forget
+        self._kept_s = kept_s
+        self._readers: set[_Reader] = set()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._pump: asyncio.Task[None] | None = None
+
+    def start(self, events: AsyncIterator[bytes]) -> None:
+        self._pump = asyncio.ensure_future(self._fill(events))
+
+    async def _fill(self, events: AsyncIterator[bytes]) -> None:
+        try:
+            async for event in events:
+                self.events.append(b"id: %d\n%b" % (len(self.events), event))
+                self._wake()
+        finally:
+            self.is_over = True
+            self._wake()
+
+    def _wake(self) -> None:
+        for reader in self._readers:
+            reader.wake.set()
+
+    def enter(self, reader: _Reader) -> None:
+        self._readers.add(reader)
+        if self._expiry is not None:
+            self._expiry.cancel()
+
+    def leave(self, reader: _Reader) -> None:
+        self._readers.discard(reader)
+        if not self._readers:
+            self._expiry = asyncio.get_running_loop().call_later(self._kept_s, self._expire)
+
+    def _expire(self) -> None:
+        self._abort()
+        self._forget()
+
+
+class _Reader:
+    """One connection that reads a stream from event number `start` on."""
+
+    def __init__(self, stream: _Stream, start: int) -> None:
+        self.wake = asyncio.Event()
+        self._stream = stream
+        self._start = start
+        self._has_left = False
+
+    def leave(self) -> None:
+        """The client has gone; `events` ends."""
+        self._has_left = True
+        self.wake.set()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        self._stream.enter(self)
+        try:
+            while not self._has_left:
+                self.wake.clear()
+                ready = self._stream.events[self._start :]
+                if ready:
+                    self._start += len(ready)
+                    yield b"".join(ready)
+                elif self._stream.is_over:
+                    return
+                else:
+                    await self.wake.wait()
+        finally:
+            self._stream.leave(self)
+
+    def response(self, headers: dict[str, str]) -> Response:
+        return EventStream(self.events(), on_disconnect=self.leave, headers=headers)
+
+
+class ResumableStreams:
+    """All of an app. Event loop only.
+
+    Args:
+        kept_s: how long a stream waits for a reader.
+    """
+
+    def __init__(self, kept_s: float = _KEPT_S, max_streams: int = _MAX_STREAMS) -> None:
+        self._kept_s = kept_s
+        self._max_streams = max_streams
+        self._by_id: dict[str, _Stream] = {}
+
+    def routes(self) -> list[Route]:
+        return [Route("GET", "/v1/streams/{stream_id}", self.resume)]
+
+    def open(
+        self, stream_id: str, events: AsyncIterator[bytes], *, abort: Callable[[], None], headers: dict[str, str]
+    ) -> Response:
+        """The response that reads a new stream from its beginning.
+
+        Raises:
+            Overloaded: too many are kept; nothing was begun.
+        """
+        if len(self._by_id) >= self._max_streams:
+            abort()
+            raise Overloaded(f"{self._max_streams} resumable streams are kept, as many as may; leave `resumable` out")
+        stream = _Stream(current_caller().tenant, abort, lambda: self._forget(stream_id), self._kept_s)
+        self._by_id[stream_id] = stream
+        stream.start(events)
+        return _Reader(stream, 0).response(headers)
+
+    async def resume(self, request: Request, stream_id: str) -> Response:
+        """The rest of a stream.
+
+        Raises:
+            UnknownThing: nobody knows it, any more or at all; or it is another tenant's.
+            InvalidRequest: the number of the last event is none.
+        """
+        stream = self._by_id.get(stream_id)
+        if stream is None or stream.tenant != current_caller().tenant:
+            raise UnknownThing(
+                f"no stream {stream_id!r} is kept here; it is for {self._kept_s:g} s after its last reader"
+            )
+        last = request.query_params.get("after", request.headers.get("last-event-id", "-1"))
+        if not last.removeprefix("-").isdecimal() or len(last) > 18:
+            raise InvalidRequest(f"after is {last!r}; it must be the id of the last event that came", param="after")
+        return _Reader(stream, max(0, int(last) + 1)).response({"x-request-id": stream_id})
+
+    def _forget(self, stream_id: str) -> None:
+        del self._by_id[stream_id]

@@ -1,0 +1,223 @@
+"""`/v1/responses` through OpenAI's own client, and streams that are resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from engine.toy import toy_answer
+from spolia.server.resuming import ResumableStreams
+
+from .harness import Pace, chatty_engine, eventually, scripted_engine, serving
+from .test_completions import text_of
+from .test_tools import PARIS, ROME, tagged
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "name": name,
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    }
+    for name in ("weather", "time")
+]
+SCRIPT = {
+    "user: rome": tagged(ROME),
+    "user: both": "At once.\n" + tagged(ROME, PARIS),
+    "user: hello": "Hello! How are you?",
+    "user: silence": "",
+    "tool: 21 degrees": "It is 21 degrees.",
+}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    engines = {
+        "scripted": scripted_engine(SCRIPT, num_blocks=256, max_context=2048),
+        "toy": chatty_engine(num_blocks=256, max_context=2048),
+    }
+    with serving(engines) as url:
+        yield url
+    for engine in engines.values():
+        asyncio.run(engine.aclose())
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def shown(response: Any) -> list[Any]:
+    """Its output items but for their ids, which are drawn."""
+    return [item.content[0].text if item.type == "message" else (item.name, item.arguments) for item in response.output]
+
+
+def test_a_text_is_answered_with_a_message(client):
+    response = client.responses.create(model="scripted", input="hello", instructions="Be kind.")
+    assert response.output_text == "Hello! How are you?"
+    assert (response.status, response.object, response.error) == ("completed", "response", None)
+    assert response.usage.input_tokens == len("system: Be kind.\nuser: hello\nassistant:")
+    assert response.usage.output_tokens == len("Hello! How are you?") + 1
+
+
+@pytest.mark.parametrize("question", ["hello", "rome", "both", "silence"])
+def test_a_stream_tells_the_same_as_the_whole_response(client, question):
+    whole = client.responses.create(model="scripted", input=question, tools=TOOLS)
+    with client.responses.stream(model="scripted", input=question, tools=TOOLS) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert shown(final) == shown(whole)
+    assert [event.sequence_number for event in events if hasattr(event, "sequence_number")] == sorted(
+        event.sequence_number for event in events if hasattr(event, "sequence_number")
+    )
+    assert events[-1].type == "response.completed"
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_calls_are_items_and_their_outputs_go_back(client):
+    response = client.responses.create(model="scripted", input="both", tools=TOOLS)
+    assert shown(response) == ["At once.", ("weather", '{"city": "Rome"}'), ("time", '{"city": "Paris"}')]
+    call = response.output[1]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"}
+    by_id = client.responses.create(model="scripted", previous_response_id=response.id, input=[output], tools=TOOLS)
+    items = [{"role": "user", "content": "both"}, *response.output, output]
+    by_items = client.responses.create(model="scripted", input=items, tools=TOOLS)
+    assert by_id.output_text == by_items.output_text == "It is 21 degrees."
+    assert by_id.usage.input_tokens == by_items.usage.input_tokens
+    assert by_items.usage.input_tokens_details.cached_tokens == by_items.usage.input_tokens - 1
+
+
+def test_a_response_goes_on_from_another_and_reuses_it(client):
+    first = client.responses.create(model="toy", input="something new", max_output_tokens=20, temperature=0)
+    assert (first.status, first.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    second = client.responses.create(
+        model="toy", previous_response_id=first.id, input="more", max_output_tokens=5, temperature=0
+    )
+    assert second.previous_response_id == first.id
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
+
+
+def test_responses_are_kept_until_they_are_deleted_unless_not_stored(client):
+    response = client.responses.create(model="scripted", input="hello")
+    assert client.responses.retrieve(response.id).output_text == "Hello! How are you?"
+    client.responses.delete(response.id)
+    unkept = client.responses.create(model="scripted", input="hello", store=False)
+    for id_ in (response.id, unkept.id, "resp-none"):
+        with pytest.raises(openai.NotFoundError, match="no response"):
+            client.responses.retrieve(id_)
+        with pytest.raises(openai.NotFoundError, match="no response"):
+            client.responses.create(model="scripted", previous_response_id=id_, input="hello")
+
+
+def test_the_answer_has_the_form_that_was_asked_for(client):
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    format_ = {"type": "json_schema", "name": "x", "schema": schema}
+    response = client.responses.create(model="toy", input="x", text={"format": format_}, max_output_tokens=100)
+    assert isinstance(json.loads(response.output_text)["a"], bool)
+
+
+BAD = [
+    ({"input": []}, "messages"),
+    ({"input": [{"role": "nobody", "content": "x"}]}, "input[0]"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+    ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
+    ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"max_output_tokens": -1}, "max_output_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"text": {"format": {"type": "xml"}}}, "text"),
+    ({"background": True}, "background"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD, ids=lambda value: str(value)[:40])
+def test_a_bad_response_is_400_and_names_its_field(url, fields, param):
+    reply = httpx.post(f"{url}/v1/responses", json={"model": "toy", "input": "x", **fields})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
+# Streams that are resumed.
+
+
+def test_a_dropped_stream_goes_on_and_is_read_to_its_end_from_any_event():
+    engine = chatty_engine(observer=Pace(step_s=0.01))
+    with serving({"toy": engine}) as url:
+        body = {"prompt": [5], "max_tokens": 60, "temperature": 0, "stream": True, "resumable": True}
+        body |= {"return_token_ids": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+            stream_id = response.headers["x-request-id"]
+            lines = response.iter_lines()
+            first = [next(lines) for _ in range(6)]
+        assert first[0] == "id: 0"
+
+        def rest(**sent: Any) -> list[str]:
+            with httpx.stream("GET", f"{url}/v1/streams/{stream_id}", timeout=30, **sent) as response:
+                assert response.status_code == 200
+                return list(response.iter_lines())
+
+        whole = rest()
+        ids = [
+            id_
+            for line in whole
+            if line.startswith("data: {")
+            for id_ in json.loads(line[6:])["choices"][0]["token_ids"]
+        ]
+        assert ids == toy_answer([5], 60)
+        assert whole[-2:] == ["data: [DONE]", ""]
+        assert whole[:6] == first
+        assert rest(params={"after": "1"}) == whole[6:]
+        assert rest(headers={"last-event-id": "1"}) == whole[6:]
+        assert rest(params={"after": "1000"}) == []
+        assert httpx.get(f"{url}/v1/streams/{stream_id}", params={"after": "x"}).status_code == 400
+        assert httpx.get(f"{url}/v1/streams/cmpl-none").status_code == 404
+        assert engine.stats.counters.num_finished == {"length": 1}
+    asyncio.run(engine.aclose())
+
+
+def test_a_stream_that_nobody_comes_back_to_is_aborted_and_forgotten():
+    async def test() -> None:
+        streams = ResumableStreams(kept_s=0.05)
+        aborted = asyncio.Event()
+
+        async def events():
+            yield b"data: 1\n\n"
+            await aborted.wait()
+
+        response = streams.open("s", events(), abort=aborted.set, headers={})
+        sent = []
+
+        async def receive():
+            while not sent:
+                await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+
+        await response({"type": "http"}, receive, send)
+        assert not aborted.is_set()
+        await asyncio.wait_for(aborted.wait(), 5)
+        assert streams._by_id == {}
+
+    asyncio.run(test())
+
+
+def test_without_the_wish_a_dropped_stream_is_aborted():
+    engine = chatty_engine(observer=Pace(step_s=0.01))
+    with serving({"toy": engine}) as url:
+        body = {"prompt": [5], "max_tokens": 400, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            assert text_of(toy_answer([5], 1)) is not None
+            next(lines)
+        eventually(lambda: engine.stats.counters.num_finished.get("abort") == 1, timeout_s=5)
+    asyncio.run(engine.aclose())
