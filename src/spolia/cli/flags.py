@@ -32,6 +32,7 @@ __all__ = [
     "KvHostFlag",
     "KvMemoryFlag",
     "KvPolicyFlag",
+    "KvRemoteFlag",
     "KvWriteFlag",
     "MaxContextFlag",
     "MaxTokensFlag",
@@ -122,6 +123,14 @@ KvEncryptFlag = Annotated[
         help="Encrypt what leaves memory with the key at file:PATH or env:NAME, 32 bytes or 64 hex digits.",
     ),
 ]
+KvRemoteFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-remote",
+        metavar="URL",
+        help="Share KV with other servers through valkey://HOST, s3://BUCKET/PREFIX, or your own package.module:Class.",
+    ),
+]
 KvHostFlag = Annotated[
     int | None,
     typer.Option(
@@ -136,7 +145,7 @@ KvWriteFlag = Annotated[
     typer.Option(
         "--kv-write",
         metavar="WHEN",
-        help="Write to --kv-disk write_through (as computed; default), write_back (when it leaves memory) or "
+        help="Write to disk and remote write_through (as computed; default), write_back (when it leaves memory) or "
         "selective (when two requests have used it).",
     ),
 ]
@@ -234,6 +243,7 @@ class EngineFlags:
     kv_policy: str | None = None
     kv_disk: str | None = None
     kv_disk_size: int | None = None
+    kv_remote: str | None = None
     kv_encrypt: str | None = None
     kv_host: int | None = None
     kv_write: str | None = None

@@ -35,6 +35,8 @@ class EngineConfig:
             token and its end, which come at once. 0: every token on its own.
         kv_disk: folder in which KV outlives the process; None: none does.
         kv_disk_size: bytes in that folder; None: half of what is free there, what it holds already included.
+        kv_remote: a cache server that several engines share: a URL (valkey://, redis://, s3://, ...), or
+            "package.module:Class" of a `tiers.StorageBackend`; None: none.
         kv_encrypt: where the key is that extents are sealed with, "file:PATH" or "env:NAME"; None: only checksums.
         kv_host: bytes of memory for KV that the pools had to give up; None: none.
         kv_write: when blocks are written below memory: "write_through" (as they are computed), "write_back" (when they
@@ -62,6 +64,7 @@ class EngineConfig:
     stream_interval_ms: float = 16.0
     kv_disk: str | Path | None = None
     kv_disk_size: int | None = None
+    kv_remote: str | None = None
     kv_encrypt: str | None = None
     kv_host: int | None = None
     kv_write: WritePolicy = "write_through"

@@ -23,6 +23,7 @@ from spolia.tiers import (
     Tier,
     TierUse,
     header_bytes,
+    open_remote,
     read_key,
 )
 
@@ -47,6 +48,9 @@ def open_tiers(config: EngineConfig) -> tuple[list[TierUse], EngineConfig]:
             folder = FolderBackend(path, size)
             config = replace(config, kv_disk_size=size)
         uses.append(TierUse(Tier("disk", folder, sealer=sealer), config.kv_write, min_uses=config.kv_min_uses))
+    if config.kv_remote is not None:
+        remote = Tier("remote", open_remote(config.kv_remote), sealer=sealer)
+        uses.append(TierUse(remote, config.kv_write, min_uses=config.kv_min_uses))
     return uses, config
 
 

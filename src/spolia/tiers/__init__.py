@@ -25,9 +25,12 @@ from .folder import FolderBackend
 from .host import HostBackend
 from .keys import BLOCK_SIZE, KeyChain, block_key
 from .mover import BlockRun, Mover, Restore
+from .objects import ObjectBackend
 from .planner import Planner
 from .policy import FetchPolicy, TierUse, WritePolicy
+from .remote import open_remote
 from .tier import Tier, TierState, TierStats
+from .valkey import ValkeyBackend
 from .verify import VerifyReport, verify_folder
 
 __all__ = [
@@ -47,6 +50,7 @@ __all__ = [
     "KeyChain",
     "ListableBackend",
     "Mover",
+    "ObjectBackend",
     "Planner",
     "Restore",
     "Sealer",
@@ -55,6 +59,7 @@ __all__ = [
     "TierState",
     "TierStats",
     "TierUse",
+    "ValkeyBackend",
     "VerifyReport",
     "WritePolicy",
     "block_key",
@@ -66,6 +71,7 @@ __all__ = [
     "import_conversation",
     "key_of",
     "open_extent",
+    "open_remote",
     "read_key",
     "verify_folder",
 ]

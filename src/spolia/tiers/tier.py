@@ -26,6 +26,9 @@ logger = logging.getLogger("spolia.tiers")
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 60.0
 
+_EXISTS_BATCH = 64
+"""Most prompts are unknown from some point on: asking for all of them at once would be in vain."""
+
 _MAX_KNOWN = 1 << 16
 """Keys that a tier remembers to have: what it knows need not be offered to it again."""
 
@@ -137,9 +140,16 @@ class Tier:
     def count(self, keys: Sequence[bytes]) -> int:
         """How many of these it has, from the first one on without a gap."""
         with self._call() as is_usable:
-            if is_usable:
-                found = self.backend.exists(keys)
-                return next((i for i, here in enumerate(found) if not here), len(keys))
+            if not is_usable:
+                return 0
+            count = 0
+            for start in range(0, len(keys), _EXISTS_BATCH):
+                for is_here in self.backend.exists(keys[start : start + _EXISTS_BATCH]):
+                    if not is_here:
+                        self.forget(keys[count:])
+                        return count
+                    count += 1
+            return count
         return 0
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[NDArray[np.uint8] | None]:
@@ -259,6 +269,7 @@ class Tier:
         with self._lock:
             was_up = self._retry_s is None
             self._num_failures += 1
+            self._known.clear()  # whoever comes back may have lost it
             self._reason = reason
             self._retry_s = self._clock() + self._backoff_s
             self._backoff_s = min(2 * self._backoff_s, _LAST_RETRY_S)

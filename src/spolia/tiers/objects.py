@@ -1,0 +1,112 @@
+"""A tier in an object store (S3 and what speaks like it, Google Cloud Storage, Azure), by `obstore`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from spolia.errors import InvalidRequest, StorageUnavailable
+
+from .backend import Buffer, Health
+
+__all__ = ["ObjectBackend"]
+
+T = TypeVar("T")
+
+_NUM_AT_ONCE = 8
+
+
+class ObjectBackend:
+    """Extents as objects `spolia-kv-1/<key>` under a URL. What goes is the store's business: give it a lifecycle rule.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://`, `az://`; credentials, region and endpoint are taken from the environment
+            (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL` and so on).
+        timeout_s: of each request.
+
+    Raises:
+        InvalidRequest: `obstore` is missing, or the URL or the environment makes no sense.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 5.0) -> None:
+        try:
+            import obstore
+            from obstore.exceptions import BaseError
+            from obstore.store import from_url
+        except ImportError:
+            raise InvalidRequest(
+                "a tier in an object store needs the package obstore: pip install 'spolia[objects]'", param="kv_remote"
+            ) from None
+        try:
+            options: Any = {"timeout": f"{timeout_s}s", "connect_timeout": f"{timeout_s}s", "allow_http": True}
+            retries: Any = {"max_retries": 1, "retry_timeout": timedelta(seconds=timeout_s)}
+            self._store: Any = from_url(url, client_options=options, retry_config=retries)
+        except (BaseError, ValueError) as error:
+            raise InvalidRequest(f"kv_remote is no object store that can be used: {error}", param="kv_remote") from None
+        self._obstore: Any = obstore
+        self._error: type[Exception] = BaseError
+        self._threads = ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="spolia-objects")
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._each(self._exists, keys)
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[int | None]:
+        return self._each(self._get, keys, buffers)
+
+    def put(self, keys: Sequence[bytes], values: Sequence[Buffer]) -> list[bool]:
+        return self._each(self._put, keys, values)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self._each(self._delete, keys)
+
+    def touch(self, keys: Sequence[bytes]) -> list[bool]:
+        """An object store knows no recency."""
+        return [True] * len(keys)
+
+    def health(self) -> Health:
+        """It would take a listing to know."""
+        return Health(None, None, None)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _exists(self, key: bytes) -> bool:
+        try:
+            self._obstore.head(self._store, _path(key))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _get(self, key: bytes, buffer: Buffer) -> int | None:
+        try:
+            data = memoryview(self._obstore.get(self._store, _path(key)).bytes())
+        except FileNotFoundError:
+            return None
+        if len(data) > len(buffer):
+            return None
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _put(self, key: bytes, value: Buffer) -> bool:
+        # The same key is the same content, so there is no need to ask whether it is there.
+        self._obstore.put(self._store, _path(key), bytes(value), use_multipart=False)
+        return True
+
+    def _delete(self, key: bytes) -> None:
+        try:
+            self._obstore.delete(self._store, _path(key))
+        except FileNotFoundError:
+            return
+
+    def _each(self, call: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
+        try:
+            return list(self._threads.map(call, *arguments))
+        except (self._error, OSError) as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise StorageUnavailable(f"the object store fails: {reason[0]}") from error
+
+
+def _path(key: bytes) -> str:
+    return f"spolia-kv-1/{key.hex()}"
