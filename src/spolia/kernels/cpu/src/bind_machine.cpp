@@ -31,7 +31,7 @@ double best_rate(Threads& threads, Work work) {
   auto job = [&](int thread) { done[size_t(thread) * 16] = work(thread); };
   for (int i = 0; i < kTries; ++i) {
     const Clock::time_point start = Clock::now();
-    threads.run(job);
+    threads.run_on_all(job);
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
     int64_t total = 0;
     for (int thread = 0; thread < threads.size(); ++thread) total += done[size_t(thread) * 16];
@@ -48,7 +48,7 @@ std::tuple<double, double, double> machine_limits(const std::string& level, int 
   std::vector<float> sinks(size_t(num_threads) * 64);
   std::vector<uint64_t> sums(size_t(num_threads) * 16);
   auto touch = [&](int thread) { std::fill_n(memory.data() + kBytesAThread * size_t(thread), kBytesAThread, uint8_t(1)); };
-  threads.run(touch);
+  threads.run_on_all(touch);
   const double bytes = best_rate(threads, [&](int thread) {
     const auto* words = reinterpret_cast<const uint64_t*>(memory.data() + kBytesAThread * size_t(thread));
     uint64_t sum = 0;

@@ -55,29 +55,13 @@ Executable::Executable(Plan plan, const Kernels& kernels, int64_t vocab_size, in
     num_parts_ += 2 + int(stage.attends.size());
     for (size_t i = 0; i < stage.attends.size(); ++i) attend_slots_[stage.attends[i]] = i;
   }
-  counters_ = std::make_unique<Counter[]>(size_t(num_parts_ + 1) * kMaxRuns);
+  parts_ = std::make_unique<Part[]>(size_t(num_parts_) + 1);
   views_.resize(plan_.buffers.size());
   attend_steps_.resize(plan_.layers.size());
   shared_scratch_.resize(plan_.layers.size());
   num_attend_items_.resize(plan_.layers.size());
   profile_.resize(2 * plan_.stages.size());
   pack();
-}
-
-// Items [0, num_items) of a part, each to one thread: body(item). A thread begins with a run of neighbours, which in all
-// parts of a step belong to about the same rows: these it finds in its own cache. Then it helps the others to the end.
-template <class Body>
-void Executable::share(Part part, int64_t num_items, int thread, Body body) {
-  if (num_items <= threads_->size()) {  // not worth a shared counter
-    if (thread < num_items) body(thread);
-    return;
-  }
-  const int runs = num_runs(), home = int(int64_t(thread) * runs / threads_->size());
-  for (int i = 0; i < runs; ++i) {
-    const int run = (home + i) % runs;
-    const int64_t begin = num_items * run / runs, end = num_items * (run + 1) / runs;
-    for (int64_t item; (item = begin + part[run].next.fetch_add(1, std::memory_order_relaxed)) < end;) body(item);
-  }
 }
 
 void Executable::pack() {
@@ -97,9 +81,9 @@ void Executable::pack() {
     const Matrix& matrix = plan_.matrices[i];
     packed_.push_back({matrix.type, matrix.n, matrix.k, packed_memory_.data() + offsets[i]});
   }
-  Counter counters[kMaxRuns];
+  Part part;
   auto job = [&](int thread) {
-    share(counters, num_items, thread, [&](int64_t item) {
+    threads_->share(part, num_items, thread, [&](int64_t item) {
       const size_t i = size_t(std::upper_bound(first_item.begin(), first_item.end(), item) - first_item.begin()) - 1;
       const Matrix& matrix = plan_.matrices[i];
       const int64_t begin = (item - first_item[i]) * kTilesPerItem;
@@ -162,8 +146,7 @@ void Executable::check(const Step& step) const {
 
 void Executable::run(const Step& step) {
   place_buffers(step);
-  for (int i = 0; i < num_parts_ + 1; ++i)
-    for (int run = 0; run < num_runs(); ++run) part(i)[run].next.store(0, std::memory_order_relaxed);
+  for (int i = 0; i < num_parts_ + 1; ++i) parts_[i].reset(threads_->size());
   auto job = [&](int thread) { work(step, thread); };
   threads_->run(job);
 }
@@ -224,7 +207,8 @@ void Executable::place_buffers(const Step& step) {
 }
 
 void Executable::copy_blocks(const Step& step, int thread) {
-  share(part(num_parts_), int64_t(plan_.layers.size()), thread, [&](int64_t i) {
+  const auto num_layers = int64_t(plan_.layers.size());
+  threads_->share(parts_[num_parts_], num_layers, thread, [&](int64_t i) {
     const AttendLayer& layer = plan_.layers[i];
     for (const BlockCopy& copy : step.copies) {
       if (copy.group != layer.group) continue;
@@ -233,7 +217,7 @@ void Executable::copy_blocks(const Step& step, int thread) {
                                   pool + size_t(copy.dst) * block_bytes_[copy.group], copy.num_tokens);
     }
   });
-  threads_->barrier();
+  threads_->await(parts_[num_parts_], num_layers);
 }
 
 void Executable::work(const Step& step, int thread) {
@@ -241,8 +225,7 @@ void Executable::work(const Step& step, int thread) {
   const bool timed = profiling && thread == 0;
   Clock::time_point before;
   if (timed) before = Clock::now();
-  auto meet = [&](size_t part) {
-    threads_->barrier();
+  auto note = [&](size_t part) {
     if (!timed) return;
     const Clock::time_point now = Clock::now();
     profile_[part] += std::chrono::duration<double>(now - before).count();
@@ -253,21 +236,23 @@ void Executable::work(const Step& step, int thread) {
   for (size_t i = 0; i < plan_.stages.size(); ++i) {
     const Stage& stage = plan_.stages[i];
     if ((stage.domain == Domain::Logits ? step.num_logit_rows : step.num_rows) == 0) break;
-    row_part(step, stage, part(first_part_[i]), thread);
-    meet(2 * i);
-    multiply(step, stage, part(first_part_[i] + 1), thread);
-    attend(stage, part(first_part_[i] + 2), thread);
-    meet(2 * i + 1);
+    Part* parts = &parts_[first_part_[i]];
+    row_part(step, stage, parts[0], thread);
+    note(2 * i);
+    multiply(step, stage, parts[1], thread);
+    attend(stage, parts + 2, thread);
+    note(2 * i + 1);
   }
 }
 
-void Executable::row_part(const Step& step, const Stage& stage, Part part, int thread) {
+void Executable::row_part(const Step& step, const Stage& stage, Part& part, int thread) {
   const bool of_logits = stage.domain == Domain::Logits;
   const int64_t num_rows = of_logits ? step.num_logit_rows : step.num_rows;
   // Few rows go out one by one; many in whole blocks, so that no two threads store to one.
   int64_t chunk = std::max<int64_t>(1, num_rows / (threads_->size() * kChunksPerThread));
   if (chunk > kBlock) chunk = chunk / kBlock * kBlock;
-  share(part, ceil_div(num_rows, chunk), thread, [&](int64_t item) {
+  const int64_t num_items = ceil_div(num_rows, chunk);
+  threads_->share(part, num_items, thread, [&](int64_t item) {
     const int64_t begin = item * chunk, end = std::min(begin + chunk, num_rows);
     if (!of_logits)
       for (int i : stage.merges) kernels_.attend.merge(plan_.layers[i].shape, attend_steps_[i], begin, end, shared_scratch_[i]);
@@ -280,6 +265,7 @@ void Executable::row_part(const Step& step, const Stage& stage, Part part, int t
     }
     for (int i : stage.stores) kernels_.attend.store(plan_.layers[i].shape, attend_steps_[i], begin, end);
   });
+  threads_->await(part, num_items);
 }
 
 void Executable::row_op(const RowOp& op, const Step& step, int64_t row, int64_t step_row, int thread) {
@@ -318,7 +304,7 @@ void Executable::row_op(const RowOp& op, const Step& step, int64_t row, int64_t 
 }
 
 // All products of the stage, cut into blocks of rows by chunks of tiles.
-void Executable::multiply(const Step& step, const Stage& stage, Part part, int thread) {
+void Executable::multiply(const Step& step, const Stage& stage, Part& part, int thread) {
   if (stage.matmuls.empty()) return;
   const int64_t num_rows = stage.domain == Domain::Logits ? step.num_logit_rows : step.num_rows;
   int64_t num_tiles = 0;
@@ -338,7 +324,7 @@ void Executable::multiply(const Step& step, const Stage& stage, Part part, int t
   int64_t num_items = 0;
   for (const Matmul& matmul : stage.matmuls) num_items += num_items_of(matmul);
 
-  share(part, num_items, thread, [&](int64_t item) {
+  threads_->share(part, num_items, thread, [&](int64_t item) {
     const Matmul* matmul = stage.matmuls.data();
     for (; item >= num_items_of(*matmul); ++matmul) item -= num_items_of(*matmul);
     const int64_t tiles = ceil_div(packed_[matmul->matrix].n, kTile), chunk = tile_chunk(*matmul);
@@ -346,6 +332,7 @@ void Executable::multiply(const Step& step, const Stage& stage, Part part, int t
     const int64_t row = item / chunks * rows, tile = item % chunks * chunk;
     multiply_part(step, *matmul, {row, std::min(row + rows, num_rows)}, {tile, std::min(tile + chunk, tiles)}, thread);
   });
+  threads_->await(part, num_items);
 }
 
 void Executable::multiply_part(const Step& step, const Matmul& matmul, Range rows, Range tiles, int thread) {
@@ -377,13 +364,14 @@ void Executable::multiply_part(const Step& step, const Matmul& matmul, Range row
   }
 }
 
-void Executable::attend(const Stage& stage, Part first, int thread) {
+void Executable::attend(const Stage& stage, Part* parts, int thread) {
   for (size_t n = 0; n < stage.attends.size(); ++n) {
     const int i = stage.attends[n];
-    share(first + n * kMaxRuns, num_attend_items_[i], thread, [&](int64_t item) {
+    threads_->share(parts[n], num_attend_items_[i], thread, [&](int64_t item) {
       kernels_.attend.item(plan_.layers[i].shape, attend_steps_[i], item, shared_scratch_[i],
                            thread_scratch_ + size_t(thread) * thread_stride_);
     });
+    threads_->await(parts[n], num_attend_items_[i]);
   }
 }
 

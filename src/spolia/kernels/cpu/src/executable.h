@@ -1,6 +1,5 @@
 // A plan with its weights packed and its buffers allocated: runs steps.
 #pragma once
-#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -73,12 +72,7 @@ class Executable {
     size_t row_stride;
     size_t thread_stride;
   };
-  // How many items of one run of a part's have been handed out, on a cache line of its own.
-  struct alignas(64) Counter {
-    std::atomic<int64_t> next{0};
-  };
-  static constexpr int kMaxRuns = 8;
-  using Part = Counter*;  // kMaxRuns counters
+  using Part = Threads::Part;
 
   float* floats(int buffer, int64_t row, int thread = 0) const {
     const View& view = views_[buffer];
@@ -91,16 +85,11 @@ class Executable {
   void place_buffers(const Step& step);
   void copy_blocks(const Step& step, int thread);
   void work(const Step& step, int thread);
-  void row_part(const Step& step, const Stage& stage, Part part, int thread);
+  void row_part(const Step& step, const Stage& stage, Part& part, int thread);
   void row_op(const RowOp& op, const Step& step, int64_t row, int64_t step_row, int thread);
-  void multiply(const Step& step, const Stage& stage, Part part, int thread);
+  void multiply(const Step& step, const Stage& stage, Part& part, int thread);
   void multiply_part(const Step& step, const Matmul& matmul, Range rows, Range tiles, int thread);
-  void attend(const Stage& stage, Part first, int thread);
-
-  template <class Body>
-  void share(Part part, int64_t num_items, int thread, Body body);
-  Part part(int index) { return &counters_[size_t(index) * kMaxRuns]; }
-  int num_runs() const { return std::min(threads_->size(), kMaxRuns); }
+  void attend(const Stage& stage, Part* parts, int thread);
 
   const Plan plan_;
   const Kernels& kernels_;
@@ -113,8 +102,8 @@ class Executable {
   std::vector<size_t> attend_slots_;    // by attend layer: which of its stage's it is
   std::vector<size_t> block_bytes_;     // by group
   std::vector<Pool> pools_;
-  std::vector<int> first_part_;         // by stage
-  std::unique_ptr<Counter[]> counters_; // by part and run
+  std::vector<int> first_part_;         // by stage: its row part, its products, its attends
+  std::unique_ptr<Part[]> parts_;
   int num_parts_ = 0;                   // and one more, which copies blocks
 
   // Of the running step.

@@ -11,8 +11,12 @@
 namespace spolia {
 namespace {
 
-// Some tens of microseconds: longer than a barrier's usual wait, shorter than a pause between steps.
+// Some tens of microseconds: longer than the usual wait for an item, shorter than a pause between steps.
 constexpr int kSpins = 2000;
+
+// Fields of the door.
+constexpr uint64_t kMaxThreads = 1 << 15, kInside = 1, kEntered = kMaxThreads, kOpen = kEntered * kMaxThreads;
+constexpr int kJobShift = 32;
 
 inline void pause_cpu() {
 #if defined(__SSE2__)
@@ -61,49 +65,63 @@ Threads::Threads(int size)
 Threads::~Threads() { stop(); }
 
 void Threads::stop() {
-  entry_ = nullptr;
+  is_stopping_.store(true, std::memory_order_relaxed);
   num_jobs_.fetch_add(1, std::memory_order_release);
   num_jobs_.notify_all();
   for (std::thread& worker : workers_) worker.join();
 }
 
-void Threads::await_change(std::atomic<uint32_t>& word, uint32_t seen) {
+// Wait until done(word's value): spinning at first.
+template <class Word, class Done>
+void Threads::await_until(std::atomic<Word>& word, Done done) {
   for (int i = 0; i < num_spins_; ++i) {
-    if (word.load(std::memory_order_acquire) != seen) return;
+    if (done(word.load(std::memory_order_acquire))) return;
     pause_cpu();
   }
-  while (word.load(std::memory_order_acquire) == seen) word.wait(seen, std::memory_order_acquire);
+  for (Word seen; !done(seen = word.load(std::memory_order_acquire));) word.wait(seen, std::memory_order_acquire);
+}
+
+void Threads::await(Part& part, int64_t num_items) {
+  await_until(part.num_done_, [num_items](uint32_t num_done) { return num_done == uint32_t(num_items); });
+}
+
+bool Threads::enter(uint32_t job) {
+  uint64_t door = door_.load(std::memory_order_acquire);
+  do
+    if (uint32_t(door >> kJobShift) != job || !(door & kOpen)) return false;
+  while (!door_.compare_exchange_weak(door, door + kEntered + kInside, std::memory_order_acq_rel, std::memory_order_acquire));
+  return true;
+}
+
+void Threads::leave() {
+  door_.fetch_sub(kInside, std::memory_order_acq_rel);
+  door_.notify_all();
 }
 
 void Threads::work(int thread) {
   const FloatMode mode;
-  for (uint32_t seen = 0;; ++seen) {
-    await_change(num_jobs_, seen);
-    if (!entry_) return;
+  for (uint32_t seen = 0;;) {
+    await_until(num_jobs_, [seen](uint32_t num_jobs) { return num_jobs != seen; });
+    if (is_stopping_.load(std::memory_order_relaxed)) return;
+    seen = num_jobs_.load(std::memory_order_acquire);
+    if (!enter(seen)) continue;
     entry_(context_, thread);
-    barrier();
+    leave();
   }
 }
 
-void Threads::start(Entry entry, void* context) {
+void Threads::start(Entry entry, void* context, bool everyone) {
   const FloatMode mode;
   entry_ = entry;
   context_ = context;
-  num_jobs_.fetch_add(1, std::memory_order_release);
+  const uint32_t job = num_jobs_.load(std::memory_order_relaxed) + 1;
+  door_.store(uint64_t(job) << kJobShift | kOpen, std::memory_order_release);
+  num_jobs_.store(job, std::memory_order_release);
   num_jobs_.notify_all();
   entry(context, 0);
-  barrier();
-}
-
-void Threads::barrier() {
-  const uint32_t seen = num_barriers_.load(std::memory_order_relaxed);
-  if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-    num_arrived_.store(0, std::memory_order_relaxed);
-    num_barriers_.fetch_add(1, std::memory_order_release);
-    num_barriers_.notify_all();
-  } else {
-    await_change(num_barriers_, seen);
-  }
+  if (everyone) await_until(door_, [this](uint64_t door) { return int(door / kEntered % kMaxThreads) == size_ - 1; });
+  door_.fetch_and(~kOpen, std::memory_order_acq_rel);
+  await_until(door_, [](uint64_t door) { return door % kMaxThreads == 0; });
 }
 
 }  // namespace spolia
