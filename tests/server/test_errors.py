@@ -75,7 +75,6 @@ BAD_COMPLETIONS = [
     ({"logprobs": 21}, "logprobs", None),
     ({"logprobs": -1}, "logprobs", None),
     ({"logprobs": True}, "logprobs", None),
-    ({"echo": True, "logprobs": 1}, "echo", None),
     ({"stream": "yes"}, "stream", None),
     ({"stream_options": 5}, "stream_options", None),
     ({"cache_salt": 5}, "cache_salt", None),

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
-from engine.toy import toy_answer
+from engine.toy import toy_answer, toy_logits
 from spolia.errors import InvalidRequest
 from spolia.models.tokenizer import SpecialTokens
 from spolia.server.fill_in import infill_ids
@@ -65,3 +66,49 @@ def test_a_prompt_that_was_cut_is_told_in_the_usage(toy_url):
     assert "truncated_tokens" not in complete(toy_url, prompt=[1])["usage"]["prompt_tokens_details"]
     long = complete(toy_url, prompt=[7] * 600, truncate="middle")  # the toy's context is 512
     assert long["usage"]["prompt_tokens"] == 504
+
+
+def exact(prompt: list[int], position: int) -> np.ndarray:
+    x = toy_logits(prompt[:position]).astype(np.float64)
+    return x - np.log(np.exp(x).sum())
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_echoed_prompt_has_logprobs_whether_it_is_cached_or_not(toy_url, times):
+    prompt = list(b"to be scored")
+    for _ in range(times):
+        (choice,) = complete(toy_url, prompt="to be scored", echo=True, logprobs=2, max_tokens=3)["choices"]
+    columns = choice["logprobs"]
+    assert "".join(columns["tokens"][: len(prompt)]) == "to be scored"
+    assert columns["token_logprobs"][0] is None
+    assert columns["top_logprobs"][0] is None
+    assert columns["text_offset"][: len(prompt)] == list(range(len(prompt)))
+    assert len(columns["tokens"]) == len(prompt) + 3
+    for position in range(1, len(prompt)):
+        assert columns["token_logprobs"][position] == pytest.approx(exact(prompt, position)[prompt[position]], abs=1e-5)
+
+
+def test_prompt_logprobs_are_given_as_vllm_gives_them(toy_url):
+    (choice,) = complete(toy_url, prompt=[1, 2, 3], prompt_logprobs=1)["choices"]
+    rows = choice["prompt_logprobs"]
+    assert rows[0] is None
+    for position in (1, 2):
+        logprobs = exact([1, 2, 3], position)
+        best = int(logprobs.argmax())
+        assert set(rows[position]) == {str([1, 2, 3][position]), str(best)}
+        assert rows[position][str(best)]["logprob"] == pytest.approx(logprobs[best], abs=1e-5)
+    assert "prompt_logprobs" not in complete(toy_url, prompt=[1, 2, 3])["choices"][0]
+
+
+def test_a_chats_prompt_has_logprobs_too(toy_url):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "prompt_logprobs": 0}
+    reply = httpx.post(f"{toy_url}/v1/chat/completions", json=body, timeout=60).json()
+    assert len(reply["prompt_logprobs"]) == reply["usage"]["prompt_tokens"]
+    assert all(len(row) == 1 for row in reply["prompt_logprobs"][1:])
+
+
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
+def test_what_the_prompt_scored_does_not_stream(toy_url, fields):
+    reply = httpx.post(f"{toy_url}/v1/completions", json={"prompt": "x", "stream": True, **fields})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == next(iter(fields))

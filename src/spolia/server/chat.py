@@ -18,7 +18,7 @@ from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.conversations import history
 from spolia.server.encoding import encode, params_of_choices
-from spolia.server.rendering import Extras, respond
+from spolia.server.rendering import Extras, prompt_logprobs, respond
 from spolia.server.replies import (
     ChatChoice,
     ChatChunk,
@@ -117,6 +117,7 @@ class _ChatRendering:
         self._parsers = parsers
         self._tokenizer = tokenizer
         self._with_ids = bool(body.return_token_ids)
+        self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._begun: set[int] = set()
 
     def whole(self, outputs: Sequence[RequestOutput], extras: Extras) -> ChatReply:
@@ -133,7 +134,10 @@ class _ChatRendering:
             for index, output in enumerate(outputs)
         ]
         answer = self._answer
-        return ChatReply(answer.id, answer.created, answer.model, choices, usage=extras.usage, spolia=extras.spolia)
+        reply = ChatReply(answer.id, answer.created, answer.model, choices, usage=extras.usage, spolia=extras.spolia)
+        if self._with_prompt_logprobs:
+            reply.prompt_logprobs = prompt_logprobs(outputs[0], self._tokenizer)
+        return reply
 
     def chunk(self, choice: int, delta: Delta) -> ChatChunk | None:
         part = ChatChunkChoice(choice, self._delta(choice, delta))

@@ -15,7 +15,7 @@ from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.encoding import encode, params_of_choices
 from spolia.server.fill_in import infill_ids
-from spolia.server.rendering import Extras, respond
+from spolia.server.rendering import Extras, prompt_logprobs, respond
 from spolia.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply
 from spolia.server.schema import CompletionRequest, prompts
 from spolia.server.served import ServedModels
@@ -66,6 +66,7 @@ class _CompletionRendering:
         self._tokenizer = tokenizer
         self._echoes = [echo for echo in echoes for _ in range(body.num_choices)]
         self._with_ids = bool(body.return_token_ids)
+        self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._offsets: dict[int, int] = {}  # by choice that has begun: characters its tokens have had so far
 
     def whole(self, outputs: Sequence[RequestOutput], extras: Extras) -> CompletionReply:
@@ -73,11 +74,12 @@ class _CompletionRendering:
             CompletionChoice(
                 index=index,
                 text=self._echoes[index] + output.text,
-                logprobs=None if output.logprobs is None else self._logprobs(index, output.logprobs),
+                logprobs=None if output.logprobs is None else self._all_logprobs(index, output),
                 finish_reason=output.finish_reason,
                 stop_reason=output.stop_reason,
                 token_ids=list(output.token_ids) if self._with_ids else UNSET,
                 prompt_token_ids=list(output.prompt_token_ids) if self._with_ids else UNSET,
+                prompt_logprobs=prompt_logprobs(output, self._tokenizer) if self._with_prompt_logprobs else UNSET,
             )
             for index, output in enumerate(outputs)
         ]
@@ -106,6 +108,17 @@ class _CompletionRendering:
         answer = self._answer
         return CompletionReply(
             answer.id, answer.created, answer.model, choices, usage=extras.usage, spolia=extras.spolia
+        )
+
+    def _all_logprobs(self, choice: int, output: RequestOutput) -> CompletionLogprobs:
+        """Those of the answer, after those of the prompt if it is echoed."""
+        if not self._echoes[choice] or output.prompt_logprobs is None:
+            return self._logprobs(choice, output.logprobs or ())
+        first = self._tokenizer.token_text(output.prompt_token_ids[0])
+        self._offsets[choice] = len(first)
+        rest = self._logprobs(choice, [*output.prompt_logprobs, *(output.logprobs or ())])
+        return CompletionLogprobs(
+            [first, *rest.tokens], [None, *rest.token_logprobs], [None, *rest.top_logprobs], [0, *rest.text_offset]
         )
 
     def _logprobs(self, choice: int, tokens: Sequence[TokenLogprobs]) -> CompletionLogprobs:

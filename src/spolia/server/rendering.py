@@ -12,14 +12,15 @@ from starlette.responses import Response
 
 from spolia.engine import Delta, RequestOutput
 from spolia.errors import SpoliaError
+from spolia.models import Tokenizer
 from spolia.server.answer import Answer
 from spolia.server.errors import error_body
-from spolia.server.replies import Usage
+from spolia.server.replies import PromptLogprob, Usage
 from spolia.server.resuming import ResumableStreams
 from spolia.server.schema import SamplingRequest
 from spolia.server.sse import DONE, EventStream, watch_for_disconnect
 
-__all__ = ["Extras", "Rendering", "respond"]
+__all__ = ["Extras", "Rendering", "prompt_logprobs", "respond"]
 
 
 class Extras(msgspec.Struct, frozen=True):
@@ -40,6 +41,15 @@ class Rendering(Protocol):
 
     def closing(self, extras: Extras) -> msgspec.Struct:
         """The last chunk, which has no choice."""
+
+
+def prompt_logprobs(output: RequestOutput, tokenizer: Tokenizer) -> list[dict[str, PromptLogprob] | None]:
+    """A prompt's log-probabilities as vLLM has them: per token, the likeliest ones and itself, by id."""
+    rows: list[dict[str, PromptLogprob] | None] = [None]
+    for token in output.prompt_logprobs or ():
+        named = {**dict(token.top), token.token_id: token.logprob}
+        rows.append({str(id_): PromptLogprob(p, tokenizer.token_text(id_)) for id_, p in named.items()})
+    return rows
 
 
 async def respond(request: Request, body: SamplingRequest, answer: Answer, rendering: Rendering) -> Response:

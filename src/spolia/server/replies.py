@@ -25,6 +25,7 @@ __all__ = [
     "FunctionCall",
     "ModelCard",
     "ModelList",
+    "PromptLogprob",
     "PromptTokensDetails",
     "TokenizeReply",
     "ToolCallDelta",
@@ -58,12 +59,20 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Columns of equal length, a row a token; `text_offset` counts characters of the choice's text."""
+    """Columns of equal length, a row a token; `text_offset` counts characters of the choice's text.
+
+    The first token of an echoed prompt has no log-probability: nothing comes before it.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+    decoded_token: str
 
 
 class CompletionChoice(msgspec.Struct):
@@ -76,6 +85,7 @@ class CompletionChoice(msgspec.Struct):
     stop_reason: str | int | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
 
 class CompletionReply(msgspec.Struct):
@@ -153,6 +163,7 @@ class ChatReply(msgspec.Struct):
     object: str = "chat.completion"
     usage: Usage | UnsetType = UNSET
     spolia: dict[str, Any] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):

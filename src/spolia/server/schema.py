@@ -8,6 +8,7 @@ that silently leaves out what was asked for would be a wrong answer.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -140,6 +141,8 @@ class SamplingRequest(SamplingFields, kw_only=True):
                 raise InvalidRequest(f"`{name}` is not supported yet{hint}", param=name, code="unsupported_parameter")
         if not 1 <= self.num_choices <= 64:
             raise InvalidRequest(f"n is {self.n}; allowed are 1 to 64", param="n")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs do not stream; leave out stream", param="prompt_logprobs")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
 
@@ -155,12 +158,17 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     def sampling_params(self, choice: int) -> SamplingParams:
         """The parameters of one of `n` choices. Without `max_tokens`, 16, as OpenAI has it."""
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
-        return self._sampling_params(choice, max_tokens=max_tokens, logprobs=self.logprobs)
+        params = self._sampling_params(choice, max_tokens=max_tokens, logprobs=self.logprobs)
+        if self.echo and self.logprobs is not None:
+            params = replace(params, prompt_logprobs=max(self.logprobs, params.prompt_logprobs or 0))
+        return params
 
     def check(self) -> None:
         SamplingRequest.check(self)
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("echo with logprobs is not supported yet: the prompt has none", param="echo")
+        if self.stream and self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo with logprobs does not stream: the prompt's come when all of it is computed", param="echo"
+            )
 
 
 class ChatRequest(SamplingRequest, kw_only=True):
