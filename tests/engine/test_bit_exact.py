@@ -2,8 +2,8 @@
 
 Each request's logits, at every token it generates, must equal to the bit those of the same request run alone, cold and
 in one piece. The schedules submit requests with shared prefixes at random moments, change the budget (so prompts are
-cut anywhere) and the number of threads, abort, clear the cache, and have pools so small that they preempt and evict;
-some offload to a folder, and restore from it after a restart.
+cut anywhere) and the number of threads, speculate, abort, clear the cache, and have pools so small that they preempt
+and evict; some offload to a folder, and restore from it after a restart.
 2,000 schedules in all, over the ISA levels that the machine has.
 """
 
@@ -21,6 +21,7 @@ import pytest
 from numpy.typing import NDArray
 
 from spolia.engine import Admission, EngineCore, RequestOutput, SamplingParams
+from spolia.engine.drafter import make_drafter
 from spolia.engine.storage import build_cache
 from spolia.generation import RowSampling, Sampler, Samples
 from spolia.kernels import Executable, KvDtype, allocate_pool
@@ -74,7 +75,9 @@ class Setting:
     expected: dict[tuple[int, int], bytes]
     answers: list[RequestOutput]
 
-    def engine(self, num_blocks: int, sampler: Sampler, tiers: Sequence[TierUse] = ()) -> tuple[Admission, EngineCore]:
+    def engine(
+        self, num_blocks: int, sampler: Sampler, tiers: Sequence[TierUse] = (), speculation: str = "off"
+    ) -> tuple[Admission, EngineCore]:
         """An engine with an empty cache, on pools that hold NaN wherever nothing was written."""
         pools = [allocate_pool(num_blocks, self.executable.block_bytes(g)) for g in range(len(self.windows))]
         for pool in pools:
@@ -93,6 +96,7 @@ class Setting:
             clock=clock,
             sampler=sampler,
             tiering=tiering,
+            drafter=make_drafter(speculation, kv),
         )
         admission = Admission(
             tokenizer=ByteTokenizer(),
@@ -133,8 +137,9 @@ def setting(level: str, variant: str) -> Setting:
 def run_schedule(made: Setting, rng: random.Random, tiers: Sequence[TierUse] = ()) -> Counter[str]:
     """One schedule; counts what happened in it. Tiers that an earlier schedule filled make it a restart."""
     sampler = CheckedSampler(made.expected)
-    admission, core = made.engine(num_blocks=rng.choice([9, 10, 12, 30]), sampler=sampler, tiers=tiers)
+    admission, core = made.engine(rng.choice([9, 10, 12, 30]), sampler, tiers, rng.choice(["off", "auto"]))
     waiting = [rng.randrange(NUM_REQUESTS) for _ in range(rng.randrange(2, 8))]
+    waiting += waiting[:2]  # what is asked for again is what speculation foresees
     submitted: dict[str, int] = {}
     happened: Counter[str] = Counter()
     while waiting or core.has_work:
@@ -159,6 +164,7 @@ def run_schedule(made: Setting, rng: random.Random, tiers: Sequence[TierUse] = (
                 continue
             happened[delta.output.finish_reason] += 1
             happened["reused tokens"] += delta.output.num_cached_tokens
+            happened["accepted drafts"] += delta.output.num_accepted_tokens
             happened["restored tokens"] += sum(delta.output.num_restored_tokens.values())
             if delta.output.finish_reason != "abort":
                 assert delta.output.token_ids == made.answers[submitted[request_id]].token_ids
@@ -194,6 +200,7 @@ def test_no_schedule_changes_a_bit_of_any_answer(level, variant, tmp_path):
     assert happened["preemptions"] > 8
     assert happened["evicted tokens"] > 1_000
     assert happened["copied blocks"] > 50
+    assert happened["accepted drafts"] > 100
     assert happened["reused tokens"] > 5_000
     assert happened["restored tokens"] > 500
 

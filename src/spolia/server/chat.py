@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from spolia.engine import Delta, RequestOutput, TokenLogprobs
 from spolia.errors import InvalidRequest
+from spolia.generation import ReasoningSplitter
 from spolia.models import Model, Tokenizer
 from spolia.server.answer import Answer
 from spolia.server.body import read_body
@@ -101,19 +102,38 @@ class ChatEndpoint:
             messages=history(body.messages, tools=body.tools, template=body.chat_template_kwargs),
         )
         parsers = [tool_use.parser(model) for _ in params] if tool_use is not None else None
-        return await respond(request, body, answer, _ChatRendering(body, answer, model.tokenizer, parsers))
+        thoughts = _thoughts(body, model, ids)
+        return await respond(request, body, answer, _ChatRendering(body, answer, model.tokenizer, parsers, thoughts))
+
+
+def _thoughts(body: ChatRequest, model: Model, prompt_ids: list[int]) -> list[ReasoningSplitter] | None:
+    """What tells each choice's thoughts from its answer; None for a model that does not think in tags."""
+    opening, closing = body.reasoning_tags or ("<think>", "</think>")
+    template = getattr(model.chat_template, "source", "")
+    is_asked_for = body.reasoning_format == "deepseek" or body.reasoning_tags is not None
+    if body.reasoning_format == "none" or not (is_asked_for or opening in template):
+        return None
+    end = model.tokenizer.decode(prompt_ids[-(len(opening) + 4) :], skip_special=False).rstrip()
+    return [ReasoningSplitter(opening, closing, is_open=end.endswith(opening)) for _ in range(body.num_choices)]
 
 
 class _ChatRendering:
     """
     Args:
         parsers: of each choice's text; None where there are no tools to call.
+        thoughts: of each choice's text, before the parsers; None where there are none to tell.
     """
 
     def __init__(
-        self, body: ChatRequest, answer: Answer, tokenizer: Tokenizer, parsers: Sequence[ToolCallParser] | None
+        self,
+        body: ChatRequest,
+        answer: Answer,
+        tokenizer: Tokenizer,
+        parsers: Sequence[ToolCallParser] | None,
+        thoughts: Sequence[ReasoningSplitter] | None,
     ) -> None:
         self._answer = answer
+        self._thoughts = thoughts
         self._parsers = parsers
         self._tokenizer = tokenizer
         self._with_ids = bool(body.return_token_ids)
@@ -124,7 +144,7 @@ class _ChatRendering:
         choices = [
             ChatChoice(
                 index=index,
-                message=self._message(index, output.text),
+                message=self._thoughtful_message(index, output.text),
                 logprobs=None if output.logprobs is None else self._logprobs(output.logprobs),
                 finish_reason=self._finish_reason(index, output),
                 stop_reason=output.stop_reason,
@@ -140,7 +160,7 @@ class _ChatRendering:
         return reply
 
     def chunk(self, choice: int, delta: Delta) -> ChatChunk | None:
-        part = ChatChunkChoice(choice, self._delta(choice, delta))
+        part = ChatChunkChoice(choice, self._thoughtful_delta(choice, delta))
         if choice not in self._begun:
             self._begun.add(choice)
             part.delta.role = "assistant"
@@ -158,6 +178,33 @@ class _ChatRendering:
     def closing(self, extras: Extras) -> ChatChunk:
         return self._chunk([], extras)
 
+    def _thoughtful_message(self, choice: int, text: str) -> ChatMessage:
+        """`_message`, with thoughts apart."""
+        if self._thoughts is None:
+            return self._message(choice, text)
+        splitter = self._thoughts[choice]
+        begun, ended = splitter.feed(text), splitter.finish()
+        message = self._message(choice, begun.content + ended.content)
+        if reasoning := begun.reasoning + ended.reasoning:
+            message.reasoning_content = reasoning
+        return message
+
+    def _thoughtful_delta(self, choice: int, delta: Delta) -> ChatDelta:
+        """`_delta`, with thoughts apart."""
+        if self._thoughts is None:
+            return self._delta(choice, delta.text, is_last=delta.output is not None)
+        splitter = self._thoughts[choice]
+        reasoning, content = splitter.feed(delta.text)
+        if delta.output is not None:
+            rest = splitter.finish()
+            reasoning, content = reasoning + rest.reasoning, content + rest.content
+        shown = self._delta(choice, content, is_last=delta.output is not None)
+        if reasoning:
+            shown.reasoning_content = reasoning
+        if not content and shown.content == "":
+            shown.content = UNSET
+        return shown
+
     def _message(self, choice: int, text: str) -> ChatMessage:
         if self._parsers is None:
             return ChatMessage(text)
@@ -168,16 +215,16 @@ class _ChatRendering:
         replies = [ToolCallReply(call.id, FunctionCall(call.arguments, call.name)) for call in calls]
         return ChatMessage(content or None, tool_calls=replies)
 
-    def _delta(self, choice: int, delta: Delta) -> ChatDelta:
+    def _delta(self, choice: int, text: str, *, is_last: bool) -> ChatDelta:
         if self._parsers is None:
-            return ChatDelta(delta.text)
+            return ChatDelta(text)
         parser = self._parsers[choice]
-        parts = parser.feed(delta.text)
-        if delta.output is not None:
+        parts = parser.feed(text)
+        if is_last:
             parts += parser.finish()
         shown = ChatDelta()
-        if text := "".join(part.text for part in parts if isinstance(part, Text)):
-            shown.content = text
+        if content := "".join(part.text for part in parts if isinstance(part, Text)):
+            shown.content = content
         if calls := [_call_delta(part) for part in parts if not isinstance(part, Text)]:
             shown.tool_calls = calls
         return shown

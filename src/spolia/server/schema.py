@@ -183,6 +183,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_format: str | None = None
 
     def sampling_params(self, choice: int) -> SamplingParams:
         """The parameters of one of `n` choices. Without a limit, as many tokens as the context holds."""
@@ -196,6 +197,11 @@ class ChatRequest(SamplingRequest, kw_only=True):
 
     def check(self) -> None:
         SamplingRequest.check(self)
+        if self.reasoning_format not in (None, "none", "auto", "deepseek"):
+            raise InvalidRequest(
+                f"reasoning_format is {self.reasoning_format!r}; it must be none, auto or deepseek",
+                param="reasoning_format",
+            )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         check_tools(self.tools)
