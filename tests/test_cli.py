@@ -124,8 +124,8 @@ def test_a_parameter_that_is_none_is_refused_with_the_names_there_are(text: str)
 
 
 def test_own_processors_are_named_on_the_command_line():
-    flags = EngineFlags(processors=["quiet=my.module:Quiet"])
-    assert flags.config() == EngineConfig(processors=("quiet=my.module:Quiet",))
+    flags = EngineFlags(processors=["quiet=my.module:Quiet"], speculation="auto")
+    assert flags.config() == EngineConfig(processors=("quiet=my.module:Quiet",), speculation="auto")
 
 
 def test_tier_flags_are_fields_of_the_engine_config():
@@ -301,6 +301,7 @@ def test_an_unknown_model_is_one_line_and_status_1(command: list[str]):
         (["--temperature", "-1"], ["temperature", "-1"]),
         (["--threads", "0"], ["num_threads", "0"]),
         (["-n", "0"], ["max_tokens", "0"]),
+        (["--speculation", "wild"], ["speculation", "wild", "auto"]),
         (["--repeat-penalty", "0"], ["repetition_penalty", "0"]),
         (["--presence-penalty", "101"], ["presence_penalty", "101"]),
         (["--frequency-penalty", "-101"], ["frequency_penalty", "-101"]),

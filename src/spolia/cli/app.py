@@ -35,6 +35,7 @@ from spolia.cli.flags import (
     RepeatPenaltyFlag,
     SamplingFlags,
     SeedFlag,
+    SpeculationFlag,
     StopFlag,
     StreamIntervalFlag,
     TemperatureFlag,
@@ -152,6 +153,7 @@ def serve(
         Path | None,
         typer.Option(help="Append each request to this trace, for `spolia sim`. It holds no text, nor token ids."),
     ] = None,
+    speculation: SpeculationFlag = None,
     processor: ProcessorFlag = None,
     check: CheckFlag = None,
 ) -> None:
@@ -172,6 +174,7 @@ def serve(
         num_threads=threads,
         max_context=max_context,
         stream_interval_ms=stream_interval,
+        speculation=speculation,
         processors=processor,
         check=check,
     )
@@ -214,6 +217,7 @@ def generate(
     kv_disk_size: KvDiskSizeFlag = None,
     threads: ThreadsFlag = None,
     max_context: MaxContextFlag = None,
+    speculation: SpeculationFlag = None,
     check: CheckFlag = None,
 ) -> None:
     """Answer one PROMPT. The text goes to standard output, figures to standard error."""
@@ -242,6 +246,7 @@ def generate(
         kv_disk_size=kv_disk_size,
         num_threads=threads,
         max_context=max_context,
+        speculation=speculation,
         check=check,
     )
     run(model, prompt, raw=raw, system=system, sampling=sampling, engine=engine)
@@ -268,6 +273,7 @@ def chat(
     kv_disk_size: KvDiskSizeFlag = None,
     threads: ThreadsFlag = None,
     max_context: MaxContextFlag = None,
+    speculation: SpeculationFlag = None,
     check: CheckFlag = None,
 ) -> None:
     """Talk to MODEL. One line is one message; each answer shows how much of the conversation was reused."""
@@ -293,6 +299,7 @@ def chat(
         kv_disk_size=kv_disk_size,
         num_threads=threads,
         max_context=max_context,
+        speculation=speculation,
         check=check,
     )
     run(model, system=system, sampling=sampling, engine=engine)

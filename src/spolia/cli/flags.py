@@ -44,6 +44,7 @@ __all__ = [
     "RepeatPenaltyFlag",
     "SamplingFlags",
     "SeedFlag",
+    "SpeculationFlag",
     "StopFlag",
     "StreamIntervalFlag",
     "TemperatureFlag",
@@ -165,6 +166,14 @@ MaxContextFlag = Annotated[
         "--max-context", help="Most tokens of a prompt and its answer. Default: the model's own, or as many as fit."
     ),
 ]
+SpeculationFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--speculation",
+        metavar="KIND",
+        help="Guess tokens ahead, which changes no answer: prompt, tree, auto (either), or off. Default: off.",
+    ),
+]
 StreamIntervalFlag = Annotated[
     float | None,
     typer.Option(
@@ -251,6 +260,7 @@ class EngineFlags:
     num_threads: int | None = None
     max_context: int | None = None
     stream_interval_ms: float | None = None
+    speculation: str | None = None
     processors: list[str] | None = None
     check: bool | None = None
 
