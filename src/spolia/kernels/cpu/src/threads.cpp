@@ -11,8 +11,10 @@
 namespace spolia {
 namespace {
 
-// Some tens of microseconds: longer than the usual wait for an item, shorter than a pause between steps.
+// Some tens of microseconds: longer than the usual wait for an item.
 constexpr int kSpins = 2000;
+// About a millisecond, longer than the usual pause between two steps: a core that has slept takes a while to be itself again.
+constexpr int kSpinsBetweenJobs = 20 * kSpins;
 
 // Fields of the door.
 constexpr uint64_t kMaxThreads = 1 << 15, kInside = 1, kEntered = kMaxThreads, kOpen = kEntered * kMaxThreads;
@@ -50,7 +52,7 @@ class FloatMode {
 }  // namespace
 
 Threads::Threads(int size)
-    : size_(size), num_spins_(unsigned(size) <= std::thread::hardware_concurrency() ? kSpins : 0) {
+    : size_(size), may_spin_(unsigned(size) <= std::thread::hardware_concurrency()) {
   if (size < 1) throw std::invalid_argument("num_threads=" + std::to_string(size) + ": at least 1");
   try {
     for (int thread = 1; thread < size; ++thread) workers_.emplace_back([this, thread] { work(thread); });
@@ -73,8 +75,8 @@ void Threads::stop() {
 
 // Wait until done(word's value): spinning at first.
 template <class Word, class Done>
-void Threads::await_until(std::atomic<Word>& word, Done done) {
-  for (int i = 0; i < num_spins_; ++i) {
+void Threads::await_until(std::atomic<Word>& word, Done done, int num_spins) {
+  for (int i = 0; may_spin_ && i < num_spins; ++i) {
     if (done(word.load(std::memory_order_acquire))) return;
     pause_cpu();
   }
@@ -82,7 +84,7 @@ void Threads::await_until(std::atomic<Word>& word, Done done) {
 }
 
 void Threads::await(Part& part, int64_t num_items) {
-  await_until(part.num_done_, [num_items](uint32_t num_done) { return num_done == uint32_t(num_items); });
+  await_until(part.num_done_, [num_items](uint32_t num_done) { return num_done == uint32_t(num_items); }, kSpins);
 }
 
 bool Threads::enter(uint32_t job) {
@@ -101,7 +103,7 @@ void Threads::leave() {
 void Threads::work(int thread) {
   const FloatMode mode;
   for (uint32_t seen = 0;;) {
-    await_until(num_jobs_, [seen](uint32_t num_jobs) { return num_jobs != seen; });
+    await_until(num_jobs_, [seen](uint32_t num_jobs) { return num_jobs != seen; }, kSpinsBetweenJobs);
     if (is_stopping_.load(std::memory_order_relaxed)) return;
     seen = num_jobs_.load(std::memory_order_acquire);
     if (!enter(seen)) continue;
@@ -119,9 +121,9 @@ void Threads::start(Entry entry, void* context, bool everyone) {
   num_jobs_.store(job, std::memory_order_release);
   num_jobs_.notify_all();
   entry(context, 0);
-  if (everyone) await_until(door_, [this](uint64_t door) { return int(door / kEntered % kMaxThreads) == size_ - 1; });
+  if (everyone) await_until(door_, [this](uint64_t door) { return int(door / kEntered % kMaxThreads) == size_ - 1; }, kSpins);
   door_.fetch_and(~kOpen, std::memory_order_acq_rel);
-  await_until(door_, [](uint64_t door) { return door % kMaxThreads == 0; });
+  await_until(door_, [](uint64_t door) { return door % kMaxThreads == 0; }, kSpins);
 }
 
 }  // namespace spolia

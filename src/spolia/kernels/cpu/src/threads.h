@@ -82,10 +82,10 @@ class Threads {
   void leave();
   void stop();
   template <class Word, class Done>
-  void await_until(std::atomic<Word>& word, Done done);
+  void await_until(std::atomic<Word>& word, Done done, int num_spins);
 
   const int size_;
-  const int num_spins_;
+  const bool may_spin_;
   Entry entry_ = nullptr;  // of the open job
   void* context_ = nullptr;
   std::atomic<bool> is_stopping_{false};
