@@ -24,6 +24,7 @@ from spolia.engine.outputs import Counters, Delta, EngineStats, FinishReason, Re
 from spolia.engine.request import Request, Sequence
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
+from spolia.engine.sessions import Session, SessionBusy, SessionStore, SessionTurn, UnknownSession
 from spolia.generation import SamplingParams, StructuredOutput, TokenLogprobs
 from spolia.kvcache import DEFAULT_PRIORITY, CacheStats, Explanation, Ledger, MissReason, Outcome, TokenRange, Wish
 from spolia.models import Model, load
@@ -55,6 +56,10 @@ __all__ = [
     "SamplingParams",
     "Scheduler",
     "Sequence",
+    "Session",
+    "SessionBusy",
+    "SessionStore",
+    "SessionTurn",
     "StepPlan",
     "StepStats",
     "StructuredOutput",
@@ -64,6 +69,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenRange",
     "TokenStream",
+    "UnknownSession",
     "Wish",
     "build_engine",
     "lanes",

@@ -128,6 +128,15 @@ class AsyncEngine:
         if form is not None:
             await asyncio.to_thread(self._engine.admission.vocabulary.grammars.compile, form)
 
+    def spend(self, token_ids: Sequence[int], *, cache_salt: str = "") -> None:
+        """Nobody goes on from these tokens any more: what of their KV nobody else uses goes first. Does not wait.
+
+        Raises:
+            Overloaded, Bug: as `generate`.
+        """
+        namespace = self._engine.admission.namespace(cache_salt)
+        self._thread.call(lambda core: core.cache.spend(namespace, token_ids))
+
     def abort(self, request_id: str) -> None:
         """End a request wherever it is: waiting, in its prompt, or generating.
 

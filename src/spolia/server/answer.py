@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from spolia.engine import DEFAULT_PRIORITY, Delta, RequestOutput, SamplingParams, TokenStream, Wish
+from spolia.engine import DEFAULT_PRIORITY, Delta, RequestOutput, SamplingParams, SessionTurn, TokenStream, Wish
 from spolia.errors import InvalidRequest, Overloaded
 from spolia.server.access import Caller, current_caller
 from spolia.server.conversations import Conversation
@@ -43,6 +43,7 @@ class Answer:
         served: ServedModel,
         num_choices: int,
         messages: Sequence[Mapping[str, Any]] | None = None,
+        turn: SessionTurn | None = None,
     ) -> None:
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -53,6 +54,7 @@ class Answer:
         self._streams: list[TokenStream] = []
         self._last_token_s: dict[int, float] = {}
         self._messages = messages
+        self._turn = turn
         self._explained: dict[int, Explained] = {}
         self._caller = current_caller()
         self._deadline: asyncio.TimerHandle | None = None
@@ -69,6 +71,7 @@ class Answer:
         max_waiting: int,
         wishes: Sequence[Wish] = (),
         messages: Sequence[Mapping[str, Any]] | None = None,
+        turn: SessionTurn | None = None,
     ) -> Answer:
         """Queue each prompt with each of `params`, or nothing at all.
 
@@ -76,11 +79,31 @@ class Answer:
             kind: the id's first word, which tells endpoints apart.
             messages: the history (see `conversations`) that the prompt was rendered from, if it was.
 
+            turn: of a session, which the answer becomes part of.
+
         Raises:
             InvalidRequest: some prompt can never be answered, or there are more than may ever wait.
             Overloaded: `max_waiting` requests would be waiting, or the server is draining.
         """
-        answer = cls(kind, served, len(params), messages)
+        try:
+            return cls(kind, served, len(params), messages, turn)._submit(
+                prompts, params, cache_salt=cache_salt, max_waiting=max_waiting, wishes=wishes
+            )
+        except BaseException:
+            if turn is not None:
+                turn.abandon()
+            raise
+
+    def _submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        *,
+        cache_salt: str,
+        max_waiting: int,
+        wishes: Sequence[Wish],
+    ) -> Answer:
+        answer, served = self, self._served
         num_asked = len(prompts) * len(params)
         if num_asked > max_waiting:
             raise InvalidRequest(
@@ -144,6 +167,8 @@ class Answer:
     def _settle(self) -> None:
         """Once, at the end: what the answer took is put down to who asked."""
         self._served.streams.difference_update(self._streams)
+        if self._turn is not None:
+            self._turn.abandon()
         if self._deadline is not None:
             self._deadline.cancel()
         account, self._caller = self._caller.account, Caller(None, self._caller.request_id)
@@ -225,7 +250,9 @@ class Answer:
         served, messages = self._served, self._messages
         explained = explain(output, self._engine.model.tokenizer, messages=messages, log=served.conversations)
         self._explained[choice] = explained
-        served.explained.add(self.id, choice, explained)
+        served.explained.add(self.id, choice, explained, self._caller.tenant)
+        if self._turn is not None and output.finish_reason != "abort":
+            self._turn.finish(output.token_ids, output.text)
         if messages is not None and output.finish_reason != "abort":
             num_tokens = len(output.prompt_token_ids) + len(output.token_ids) - 1
             served.conversations.add(

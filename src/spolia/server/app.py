@@ -30,6 +30,7 @@ from spolia.server.resuming import ResumableStreams
 from spolia.server.routes import Route
 from spolia.server.schema import ChatRequest, CompletionRequest
 from spolia.server.served import ServedModels
+from spolia.server.sessions import SessionEndpoints
 from spolia.server.status import StatusEndpoints
 from spolia.server.tokenize import TokenizeEndpoints
 
@@ -68,6 +69,7 @@ def _routes(models: ServedModels, config: ServerConfig) -> list[Route]:
     return [
         *StatusEndpoints(models).routes(),
         *CacheEndpoints(models).routes(),
+        *SessionEndpoints(models, config).routes(),
         *TokenizeEndpoints(models, config).routes(),
         Route("POST", "/v1/completions", CompletionEndpoint(models, config).respond, CompletionRequest),
         Route("POST", "/v1/chat/completions", ChatEndpoint(models, config).respond, ChatRequest),

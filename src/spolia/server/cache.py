@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from starlette.responses import Response
 
+from spolia.server.access import current_caller
 from spolia.server.errors import UnknownThing
 from spolia.server.routes import Route
 from spolia.server.served import ServedModels
@@ -24,7 +25,7 @@ class CacheEndpoints:
     async def explain(self, request_id: str) -> Response:
         """Where the KV of each prompt token of a request that has ended came from, and why the rest was computed."""
         for served in self._models.all():
-            choices = served.explained.get(request_id)
+            choices = served.explained.get(request_id, current_caller().tenant)
             if choices is not None:
                 reply = {"id": request_id, "object": "cache.explanation", "model": served.name, "choices": choices}
                 return Response(msgspec.json.encode(reply), media_type="application/json")

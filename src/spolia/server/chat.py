@@ -36,21 +36,22 @@ from spolia.server.replies import (
 )
 from spolia.server.schema import ChatRequest, chat_messages
 from spolia.server.served import ServedModels
+from spolia.server.sessions import chat_turn, find_session
 from spolia.server.toolcalls import CallArguments, CallBegan, Text, ToolCallParser, ToolUse, gather
 
-__all__ = ["ChatEndpoint", "encode_chat"]
+__all__ = ["ChatEndpoint", "encode_chat", "render_chat"]
 
 
-async def encode_chat(
+def render_chat(
     model: Model,
-    messages: list[dict[str, Any]],
+    messages: Sequence[Mapping[str, Any]],
     *,
     tool_use: ToolUse | None = None,
     add_generation_prompt: bool = True,
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     prefill: str = "",
-) -> list[int]:
-    """Token ids of a conversation as the model was trained to see it, with the beginning of a call where it must call.
+) -> str:
+    """A conversation as the model was trained to see it, with the beginning of a call where it must call.
 
     Raises:
         InvalidRequest: messages that are not well-formed or that the template refuses, or a model without one.
@@ -65,9 +66,13 @@ async def encode_chat(
     )
     if tool_use is not None:
         text += tool_use.beginning(model)
-    text += prefill
+    return text + prefill
+
+
+async def encode_chat(model: Model, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    """Token ids of a conversation; `options` and errors are those of `render_chat`."""
     # The template writes the special tokens itself.
-    return await encode(model.tokenizer, text, add_special=False)
+    return await encode(model.tokenizer, render_chat(model, messages, **options), add_special=False)
 
 
 class ChatEndpoint:
@@ -83,13 +88,21 @@ class ChatEndpoint:
         body.check()
         model = served.engine.model
         tool_use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
-        ids = await encode_chat(
-            model,
-            body.messages,
-            tool_use=tool_use,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            template_kwargs=body.chat_template_kwargs or {},
-        )
+        options: dict[str, Any] = {"tool_use": tool_use, "template_kwargs": body.chat_template_kwargs or {}}
+        add_generation_prompt = body.add_generation_prompt is not False
+        turn = None
+        if body.session is None:
+            ids = await encode_chat(model, body.messages, add_generation_prompt=add_generation_prompt, **options)
+        else:
+            turn = await chat_turn(
+                find_session(served, body.session, body.cache_salt),
+                model.tokenizer,
+                chat_messages(body.messages),
+                lambda messages, generate: render_chat(
+                    model, messages, add_generation_prompt=generate and add_generation_prompt, **options
+                ),
+            )
+            ids = turn.prompt_ids
         params = await params_of_choices(body, served.engine)
         answer = Answer.submit(
             "chatcmpl",
@@ -100,6 +113,7 @@ class ChatEndpoint:
             max_waiting=self._config.max_waiting,
             wishes=body.wishes(),
             messages=history(body.messages, tools=body.tools, template=body.chat_template_kwargs),
+            turn=turn,
         )
         parsers = [tool_use.parser(model) for _ in params] if tool_use is not None else None
         thoughts = _thoughts(body, model, ids)

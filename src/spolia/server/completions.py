@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spolia.engine import Delta, RequestOutput, TokenLogprobs
+from spolia.errors import InvalidRequest
 from spolia.models import Tokenizer
 from spolia.server.answer import Answer
 from spolia.server.body import read_body
@@ -19,6 +20,7 @@ from spolia.server.rendering import Extras, prompt_logprobs, respond
 from spolia.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply
 from spolia.server.schema import CompletionRequest, prompts
 from spolia.server.served import ServedModels
+from spolia.server.sessions import completion_turn, find_session
 
 __all__ = ["CompletionEndpoint"]
 
@@ -36,7 +38,13 @@ class CompletionEndpoint:
         body.check()
         tokenizer = served.engine.model.tokenizer
         asked = prompts(body)
-        if body.suffix:
+        turn = None
+        if body.session is not None:
+            if body.suffix or len(asked) != 1:
+                raise InvalidRequest("a session takes one prompt a turn, and no suffix", param="prompt")
+            turn = await completion_turn(find_session(served, body.session, body.cache_salt), tokenizer, asked[0])
+            ids = [turn.prompt_ids]
+        elif body.suffix:
             ids = [infill_ids(tokenizer, prompt, body.suffix) for prompt in asked]
         else:
             ids = [await encode(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in asked]
@@ -48,6 +56,7 @@ class CompletionEndpoint:
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
             wishes=body.wishes(),
+            turn=turn,
         )
         echoes = [""] * len(asked)
         if body.echo:

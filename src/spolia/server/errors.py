@@ -4,8 +4,8 @@ OpenAI's, and ours   {"error": {"message", "type", "param", "code"}}
 Anthropic's          {"type": "error", "error": {"type", "message"}}     under /v1/messages
 Ollama's             {"error": "message"}                                under /api
 
-InvalidRequest 400 · Unauthorized 401 · Forbidden 403 · UnknownModel, UnknownThing 404 · BodyTooSlow 408 ·
-BodyTooLarge 413 · Overloaded 429 · NotReady 503 · others 500
+InvalidRequest 400 · Unauthorized 401 · Forbidden 403 · UnknownModel, UnknownThing, UnknownSession 404 ·
+BodyTooSlow 408 · SessionBusy 409 · BodyTooLarge 413 · Overloaded 429 · NotReady 503 · others 500
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from spolia.engine import SessionBusy, UnknownSession
 from spolia.errors import InvalidRequest, NotReady, Overloaded, SpoliaError, UnknownModel
 
 __all__ = [
@@ -88,6 +89,8 @@ class _Envelope(msgspec.Struct, frozen=True):
 _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (UnknownThing, 404, "invalid_request_error", "not_found"),
+    (UnknownSession, 404, "invalid_request_error", "session_not_found"),
+    (SessionBusy, 409, "invalid_request_error", "session_busy"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
     (Unauthorized, 401, "authentication_error", "invalid_api_key"),

@@ -86,16 +86,16 @@ class ExplainLog:
 
     def __init__(self, capacity: int = _MAX_EXPLAINED) -> None:
         self._capacity = capacity
-        self._held: OrderedDict[str, dict[int, dict[str, Any]]] = OrderedDict()
+        self._held: OrderedDict[tuple[str, str | None], dict[int, dict[str, Any]]] = OrderedDict()
 
-    def add(self, answer_id: str, choice: int, explained: Explained) -> None:
-        self._held.setdefault(answer_id, {})[choice] = explained.facts
+    def add(self, answer_id: str, choice: int, explained: Explained, tenant: str | None) -> None:
+        self._held.setdefault((answer_id, tenant), {})[choice] = explained.facts
         while len(self._held) > self._capacity:
             self._held.popitem(last=False)
 
-    def get(self, answer_id: str) -> list[dict[str, Any]] | None:
-        """By choice; None if nobody knows that id, any more or at all."""
-        held = self._held.get(answer_id)
+    def get(self, answer_id: str, tenant: str | None) -> list[dict[str, Any]] | None:
+        """By choice; None if that tenant has had no such answer lately."""
+        held = self._held.get((answer_id, tenant))
         return None if held is None else [{"index": choice, **held[choice]} for choice in sorted(held)]
 
 

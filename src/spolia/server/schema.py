@@ -8,6 +8,7 @@ that silently leaves out what was asked for would be a wrong answer.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -71,6 +72,7 @@ class SamplingRequest(SamplingFields, kw_only=True):
     resumable: bool | None = None
     cache_salt: str | None = None
     explain: bool | None = None
+    session: str | None = None
     priority: int | None = None
     ttl: float | None = None
     retention: list[Retention] | None = None
@@ -143,6 +145,8 @@ class SamplingRequest(SamplingFields, kw_only=True):
             raise InvalidRequest(f"n is {self.n}; allowed are 1 to 64", param="n")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs do not stream; leave out stream", param="prompt_logprobs")
+        if self.session is not None and self.num_choices != 1:
+            raise InvalidRequest(f"n is {self.n}; a session has one answer a turn", param="n")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
 
@@ -281,7 +285,7 @@ def prompts(request: CompletionRequest) -> list[str | list[int]]:
     return [*texts] or [*lists]
 
 
-def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as a chat template takes them: checked, and text parts joined by line breaks; other fields pass through.
 
     Raises:
@@ -292,7 +296,7 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**message, **_role_and_content(message, f"messages[{i}]")} for i, message in enumerate(messages)]
 
 
-def _role_and_content(message: dict[str, Any], path: str) -> dict[str, str]:
+def _role_and_content(message: Mapping[str, Any], path: str) -> dict[str, str]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise InvalidRequest(f'{path}.role is {role!r}; it must be a string such as "user"', param=f"{path}.role")

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
-from spolia.engine import AsyncEngine, CacheStats, EngineStats, TokenStream
+from spolia.engine import AsyncEngine, CacheStats, EngineStats, Session, SessionStore, TokenStream
 from spolia.errors import NotReady, UnknownModel
 from spolia.server.conversations import ConversationLog
 from spolia.server.explaining import ExplainLog
@@ -25,6 +25,7 @@ class ServedModel:
         loading: done when the model can answer, or holds why it never will.
         streams: submitted and not ended. Weak, so that one which nobody reads any more does not count for ever.
         request_timeout_s: after which an answer is ended.
+        sessions: conversations that are kept here.
         explained, conversations: of the last requests.
         since_s: Unix time at which loading began.
     """
@@ -33,6 +34,7 @@ class ServedModel:
     loading: Future[AsyncEngine]
     metrics: ModelMetrics
     request_timeout_s: float
+    sessions: SessionStore
     since_s: float = field(default_factory=time.time)
     streams: WeakSet[TokenStream] = field(default_factory=WeakSet)
     explained: ExplainLog = field(default_factory=ExplainLog)
@@ -68,7 +70,7 @@ class ServedModels:
     def __init__(self, engines: Mapping[str, Future[AsyncEngine]], *, request_timeout_s: float) -> None:
         self.metrics = Metrics(self._snapshots, self._caches)
         self._by_name = {
-            name: ServedModel(name, engine, self.metrics.of_model(name), request_timeout_s)
+            name: ServedModel(name, engine, self.metrics.of_model(name), request_timeout_s, _sessions(engine))
             for name, engine in engines.items()
         }
 
@@ -102,3 +104,12 @@ class ServedModels:
 
     def _caches(self) -> dict[str, CacheStats]:
         return {name: engine.cache_stats for name, engine in self.loaded().items()}
+
+
+def _sessions(loading: Future[AsyncEngine]) -> SessionStore:
+    def forget(session: Session) -> None:
+        engine = loading.result()
+        if engine.failure is None:
+            engine.spend(session.token_ids, cache_salt=session.cache_salt)
+
+    return SessionStore(clock=time.monotonic, closed=forget)

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from spolia.engine import RequestOutput, SamplingParams
 from spolia.server.answer import Answer
 from spolia.server.chat import encode_chat
+from spolia.server.conversations import history
 from spolia.server.served import ServedModel
 from spolia.server.sse import watch_for_disconnect
 from spolia.server.toolcalls import Part, Text, ToolCall, ToolCallParser, ToolUse, gather
@@ -84,7 +85,7 @@ class Turn:
             [params],
             cache_salt=cache_salt,
             max_waiting=max_waiting,
-            messages=conversation.messages,
+            messages=history(conversation.messages, tools=None if tool_use is None else tool_use.tools),
         )
         return cls(answer, ids, None if tool_use is None else tool_use.parser(model))
 

@@ -1,0 +1,225 @@
+"""Kept conversations, token for token: what was generated is what the next turn goes on from.
+
+    session    | prompt of turn 1 | answer 1 | what was added | answer 2 | ...       ids, as the engine saw them
+    marks      0                             ^                           ^           ends of turns: `rewind` goes there
+
+A client that sends its history as text has it rendered and tokenised again, and any difference (a space, a thought left
+out, keys in another order) costs the cache from there on. A session never renders what it has: new text is added after
+the ids that are there, so all of a turn's history is reused as long as the cache holds it.
+
+A session has one turn at a time. Only an answer that was completed becomes part of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spolia.errors import InvalidRequest, Overloaded
+
+__all__ = ["Session", "SessionBusy", "SessionStore", "SessionTurn", "UnknownSession"]
+
+_MAX_SESSIONS = 4_096
+_DEFAULT_TTL_S = 3_600.0
+
+
+class UnknownSession(InvalidRequest):
+    """No session of that id is open here for this caller."""
+
+
+class SessionBusy(InvalidRequest):
+    """The session has a turn that has not ended."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One conversation.
+
+    Attributes:
+        cache_salt: who it belongs to; only requests with the same one may use it.
+        token_ids: all of it.
+        messages: what it was made of, where it was made of messages; replies are as their text was.
+        marks: (number of tokens, number of messages) at the end of each turn.
+        ttl_s: it is closed when nobody has used it for so long.
+        is_busy: a turn is running.
+    """
+
+    id: str
+    cache_salt: str
+    created_s: float
+    used_s: float
+    ttl_s: float
+    token_ids: list[int] = field(default_factory=list)
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    is_busy: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def append(self, token_ids: Sequence[int], messages: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Add what somebody said; a turn that ends here can be rewound to."""
+        self._require_idle()
+        self.token_ids += token_ids
+        self.messages += messages
+        self._mark()
+
+    def rewind(self, *, turns: int | None = None, num_tokens: int | None = None) -> None:
+        """Forget the last turns, or all after so many tokens.
+
+        Raises:
+            InvalidRequest: it has not so many, or not one of both was given.
+        """
+        self._require_idle()
+        if (turns is None) == (num_tokens is None):
+            raise InvalidRequest("give either turns or num_tokens", param="turns")
+        if turns is not None:
+            if not 0 <= turns <= len(self.marks):
+                raise InvalidRequest(f"turns is {turns}; the session has {len(self.marks)}", param="turns")
+            del self.marks[len(self.marks) - turns :]
+            keep, num_messages = self.marks[-1] if self.marks else (0, 0)
+        else:
+            keep = num_tokens or 0
+            if not 0 <= keep <= self.num_tokens:
+                raise InvalidRequest(f"num_tokens is {keep}; the session has {self.num_tokens}", param="num_tokens")
+            self.marks = [mark for mark in self.marks if mark[0] <= keep]
+            num_messages = self.marks[-1][1] if self.marks else 0
+        del self.token_ids[keep:]
+        del self.messages[num_messages:]
+
+    def _mark(self) -> None:
+        mark = (self.num_tokens, len(self.messages))
+        if not self.marks or self.marks[-1] != mark:
+            self.marks.append(mark)
+
+    def _require_idle(self) -> None:
+        if self.is_busy:
+            raise SessionBusy(f"session {self.id} has a turn that has not ended; wait for its answer", param="session")
+
+
+class SessionTurn:
+    """One turn of a session: `prompt_ids` go to the engine, `finish` takes what came back.
+
+    Attributes:
+        num_history_tokens: so many of the prompt were in the session before.
+    """
+
+    def __init__(self, session: Session, added_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> None:
+        session._require_idle()
+        session.is_busy = True
+        self.session = session
+        self.num_history_tokens = session.num_tokens
+        self.prompt_ids = [*session.token_ids, *added_ids]
+        self._messages = messages
+
+    def finish(self, output_ids: Sequence[int], text: str) -> None:
+        """The answer was completed: from now on it is part of the session."""
+        session = self.session
+        if session.is_busy:
+            session.is_busy = False
+            session.token_ids = [*self.prompt_ids, *output_ids]
+            session.messages += [*self._messages, {"role": "assistant", "content": text}]
+            session._mark()
+
+    def abandon(self) -> None:
+        """It was not, and the session is as it was. Does nothing after `finish`."""
+        self.session.is_busy = False
+
+
+class SessionStore:
+    """The sessions of one engine. Any thread may call.
+
+    Args:
+        closed: hears of each session that was closed or has expired.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        closed: Callable[[Session], None] = lambda _: None,
+        max_sessions: int = _MAX_SESSIONS,
+        ttl_s: float = _DEFAULT_TTL_S,
+    ) -> None:
+        self._clock = clock
+        self._closed = closed
+        self._max_sessions = max_sessions
+        self._ttl_s = ttl_s
+        self._lock = threading.Lock()
+        self._open: dict[str, Session] = {}
+
+    def open(self, cache_salt: str, *, ttl_s: float | None = None) -> Session:
+        """A new, empty one.
+
+        Raises:
+            InvalidRequest: a time limit that is none.
+            Overloaded: too many are open.
+        """
+        if ttl_s is not None and not 0 < ttl_s < float("inf"):
+            raise InvalidRequest(f"ttl is {ttl_s}; it must be a positive number of seconds", param="ttl")
+        self.expire()
+        now_s = self._clock()
+        session = Session(f"session-{secrets.token_hex(16)}", cache_salt, now_s, now_s, ttl_s or self._ttl_s)
+        with self._lock:
+            if len(self._open) >= self._max_sessions:
+                raise Overloaded(f"{len(self._open)} sessions are open, the limit; close some")
+            self._open[session.id] = session
+        return session
+
+    def get(self, session_id: str, cache_salt: str) -> Session:
+        """
+        Raises:
+            UnknownSession: it was never opened, was closed, has expired, or belongs to somebody else.
+        """
+        self.expire()
+        session = self._open.get(session_id)
+        if session is None or session.cache_salt != cache_salt:
+            raise UnknownSession(
+                f"no session {session_id!r} is open here; open one with POST /v1/sessions", param="session"
+            )
+        session.used_s = self._clock()
+        return session
+
+    def fork(self, session: Session) -> Session:
+        """Another with the same content; from here on each goes its own way.
+
+        Raises:
+            SessionBusy, Overloaded: as its name says, and as `open`.
+        """
+        session._require_idle()
+        other = self.open(session.cache_salt, ttl_s=session.ttl_s)
+        other.token_ids, other.messages = list(session.token_ids), list(session.messages)
+        other.marks = list(session.marks)
+        return other
+
+    def close(self, session: Session) -> None:
+        """Forget it; what of its KV nobody else uses goes first when room is short.
+
+        Raises:
+            SessionBusy: it has a turn that has not ended.
+        """
+        session._require_idle()
+        with self._lock:
+            found = self._open.pop(session.id, None)
+        if found is not None:
+            self._closed(found)
+
+    def all(self, cache_salt: str) -> list[Session]:
+        """Those of one owner, the oldest first."""
+        self.expire()
+        with self._lock:
+            return [session for session in self._open.values() if session.cache_salt == cache_salt]
+
+    def expire(self) -> None:
+        """Close those that nobody has used for longer than they may be left."""
+        now_s = self._clock()
+        with self._lock:
+            gone = [s for s in self._open.values() if not s.is_busy and s.used_s + s.ttl_s <= now_s]
+            for session in gone:
+                del self._open[session.id]
+        for session in gone:
+            self._closed(session)
