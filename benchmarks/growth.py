@@ -158,8 +158,8 @@ def main() -> None:
         measured = cache_core.measure(num_nodes)
         report("tree", num_nodes, **{key: value for key, value in measured.items() if isinstance(value, float)})
         for key, value in measured.items():
-            if isinstance(value, float) and key.endswith("_us"):
-                tree.setdefault(key.removesuffix("_us").replace("_", " "), []).append((num_nodes, value))
+            if isinstance(value, float) and "_us" in key:
+                tree.setdefault(key.replace("_us", "").replace("_", " "), []).append((num_nodes, value))
     waiting = []
     for num_waiting in WAITING:
         waiting.append((num_waiting, 1e3 * around_a_step(num_waiting)))
