@@ -54,6 +54,9 @@ class NoModel:
     def block_bytes(self, group: int) -> int:
         return 0
 
+    def argmax(self, rows: NDArray[np.float32]) -> NDArray[np.int64]:
+        return rows.argmax(axis=1)
+
     def bind_kv(self, pools: Sequence[NDArray[np.uint8]]) -> None: ...
 
     def run(self, step: StepInputs, logits: NDArray[np.float32]) -> None:

@@ -72,6 +72,9 @@ class ToyExecutable:
     def block_bytes(self, group: int) -> int:
         return BLOCK_SIZE * _SLOT.itemsize
 
+    def argmax(self, rows: NDArray[np.float32]) -> NDArray[np.int64]:
+        return rows.argmax(axis=1)
+
     def bind_kv(self, pools: Sequence[NDArray[np.uint8]]) -> None:
         self.pools = [pool.view(_SLOT) for pool in pools]
         for pool in self.pools:

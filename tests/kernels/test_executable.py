@@ -325,3 +325,19 @@ def test_backends_are_found_by_name() -> None:
     assert set(BACKENDS) == {"cpu", "reference"}
     with pytest.raises(ValueError, match="backend 'cuda': there are cpu, reference"):
         get_backend("cuda")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("width", [1, 3, 16, 100, 4_096, 5_000, 49_152])
+def test_argmax_is_numpys(level: str, width: int) -> None:
+    executable = CpuExecutable(PROGRAMS["llama"]("F32"), kv_dtype="f32", num_threads=2, level=level)
+    rng = np.random.default_rng(width)
+    rows = rng.standard_normal((9, width)).astype(np.float32)
+    rows[1] = 2.5  # all equal: the first
+    rows[2] = -np.inf
+    rows[3, width // 2] = np.nan
+    rows[4, [0, width - 1]] = np.nan
+    rows[5, width // 3] = np.inf
+    rows[6] = np.round(rows[6])  # many equals
+    rows[7] = np.where(rows[7] > 0, -0.0, 0.0)
+    assert executable.argmax(rows).tolist() == rows.argmax(axis=1).tolist()

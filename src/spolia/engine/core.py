@@ -87,7 +87,7 @@ class EngineCore:
         self._special_token_bytes = special_token_bytes or token_bytes
         self._clock = clock
         self._observer = observer
-        self._sampler = sampler or Sampler(executable.vocab_size)
+        self._sampler = sampler or Sampler(executable.vocab_size, executable.argmax)
         self._tiering = tiering
         self._drafter = drafter
         self._check = check

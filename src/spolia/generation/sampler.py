@@ -12,7 +12,7 @@ Filters need the largest few of some 100,000 values. They are found without sort
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,9 +67,16 @@ class Samples(NamedTuple):
 
 
 class Sampler:
-    """Draws tokens for rows of `vocab_size` logits. Owns scratch, so one thread at a time."""
+    """Draws tokens for rows of `vocab_size` logits. Owns scratch, so one thread at a time.
 
-    def __init__(self, vocab_size: int) -> None:
+    Args:
+        argmax: of each row of a matrix; the backend may have a quicker one than numpy's.
+    """
+
+    def __init__(
+        self, vocab_size: int, argmax: Callable[[NDArray[np.float32]], NDArray[np.int64]] | None = None
+    ) -> None:
+        self._argmax = argmax or _argmax
         # A row is worked on in this padded copy: the same alignment and length for each row, so the same rounding.
         num_columns = -(-vocab_size // _NUM_SLICES)
         self._vocab_size = vocab_size
@@ -96,7 +103,7 @@ class Sampler:
                 logits[index, row.banned_ids] = -np.inf
             if row.pipeline is not None:
                 row.pipeline.process(logits[index : index + 1], row.position)
-        best = logits.argmax(axis=1)
+        best = self._argmax(logits)
         is_finite = np.isfinite(logits[np.arange(len(rows)), best])
         token_ids: list[int | None] = [None] * len(rows)
         for index, (row, best_id) in enumerate(zip(rows, best.tolist(), strict=True)):
@@ -204,3 +211,8 @@ class Sampler:
                 return ids, weights
             depth *= 2.0
         return np.arange(self._vocab_size), self._weights[: self._vocab_size].astype(np.float64)
+
+
+def _argmax(rows: NDArray[np.float32]) -> NDArray[np.int64]:
+    best: NDArray[np.int64] = rows.argmax(axis=1)
+    return best

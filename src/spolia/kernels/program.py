@@ -440,6 +440,9 @@ class Executable(Protocol):
             ValueError: an id out of range or arrays of the wrong shape; nothing was computed.
         """
 
+    def argmax(self, rows: NDArray[np.float32]) -> NDArray[np.int64]:
+        """`rows.argmax(axis=1)` of a C-contiguous matrix, on all threads: logits of many rows are many megabytes."""
+
 
 class Backend(Protocol):
     """Turns programs into executables. `kernels.BACKENDS` names those there are."""

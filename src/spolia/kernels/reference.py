@@ -161,6 +161,10 @@ class ReferenceExecutable:
     def block_bytes(self, group: int) -> int:
         return sum(self._layer_bytes(layer) for layer in self._program.cache_groups[group].layers)
 
+    def argmax(self, rows: NDArray[np.float32]) -> NDArray[np.int64]:
+        best: NDArray[np.int64] = rows.argmax(axis=1)
+        return best
+
     def bind_kv(self, pools: Sequence[NDArray[np.uint8]]) -> None:
         expected = [self.block_bytes(g) for g in range(len(self._program.cache_groups))]
         found = [pool.shape[1] for pool in pools]

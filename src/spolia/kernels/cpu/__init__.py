@@ -87,6 +87,11 @@ class CpuExecutable:
     def run(self, step: StepInputs, logits: NDArray[np.float32]) -> None:
         self._native.run(step, logits)
 
+    def argmax(self, rows: NDArray[np.float32]) -> NDArray[np.int64]:
+        best = np.empty(len(rows), np.int64)
+        self._native.argmax(rows, best)
+        return best
+
     @contextmanager
     def profile(self) -> Iterator[dict[str, float]]:
         """Times the steps run inside: seconds by kind of work, waiting included, filled in at the end.

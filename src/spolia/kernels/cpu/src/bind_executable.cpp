@@ -196,5 +196,14 @@ void bind_executable(nb::module_& m) {
              const nb::gil_scoped_release release;
              self.run(step);
            })
+      .def("argmax",
+           [](Executable& self, nb::handle rows, nb::handle best) {
+             int64_t sizes[2];
+             const float* values = data<const float>(rows, "rows", {-1, -1}, sizes);
+             auto* found = data<int64_t>(best, "best", {sizes[0]});
+             if (sizes[1] == 0) throw std::invalid_argument("rows: no columns");
+             const nb::gil_scoped_release release;
+             self.argmax(values, sizes[0], sizes[1], found);
+           })
       .def("take_profile", &Executable::take_profile);
 }

@@ -151,6 +151,14 @@ void Executable::run(const Step& step) {
   threads_->run(job);
 }
 
+void Executable::argmax(const float* rows, int64_t num_rows, int64_t width, int64_t* best) {
+  Part part;
+  auto job = [&](int thread) {
+    threads_->share(part, num_rows, thread, [&](int64_t row) { best[row] = kernels_.rowwise.argmax(rows + row * width, width); });
+  };
+  threads_->run(job);
+}
+
 std::vector<double> Executable::take_profile() {
   std::vector<double> taken(profile_.size());
   std::swap(taken, profile_);

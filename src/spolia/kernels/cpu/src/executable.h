@@ -61,6 +61,9 @@ class Executable {
   void check(const Step& step) const;
   void run(const Step& step);
 
+  // best[row]: where the largest of `width` values of each of `num_rows` rows is; see RowwiseKernels.
+  void argmax(const float* rows, int64_t num_rows, int64_t width, int64_t* best);
+
   // Seconds spent in each stage's row part and heavy part since the last call, two a stage, on thread 0 with its waiting;
   // measured only while `profiling`.
   std::vector<double> take_profile();

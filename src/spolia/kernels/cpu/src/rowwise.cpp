@@ -198,6 +198,37 @@ void scale(const float* x, float factor, int64_t width, float* out) {
   map(width, out, [=](int64_t i, int64_t n) { return load(x + i, n) * factor; });
 }
 
+// Two looks: at maxima of pieces, and then into the piece that has the largest.
+int64_t argmax(const float* x, int64_t width) {
+  constexpr int64_t kPiece = 4096;
+  float largest = -__builtin_inff();
+  int64_t piece = 0;
+  for (int64_t begin = 0; begin < width; begin += kPiece) {
+    const int64_t end = begin + kPiece < width ? begin + kPiece : width;
+    Vec most = splat(-__builtin_inff());
+    VecInt nans{};
+    for (int64_t i = begin; i < end; i += kLanes) {
+      const Vec v = load(x + i, end - i, most[0]);
+      most = v > most ? v : most;
+      nans |= v != v;
+    }
+    float most_here = most[0];
+    bool has_nan = false;
+    for (int64_t i = 0; i < kLanes; ++i) {
+      most_here = most[i] > most_here ? most[i] : most_here;
+      has_nan |= nans[i] != 0;
+    }
+    if (has_nan) {
+      for (int64_t i = begin;; ++i)
+        if (x[i] != x[i]) return i;
+    }
+    if (most_here > largest) largest = most_here, piece = begin;
+  }
+  for (int64_t i = piece; i < width; ++i)
+    if (x[i] == largest) return i;
+  return 0;
+}
+
 void softcap(float* x, int64_t width, float scale_by, float cap) {
   if (cap == 0.0f) return scale(x, scale_by, width, x);
   map(width, x, [=](int64_t i, int64_t n) { return tanh_of(load(x + i, n) * scale_by / cap) * cap; });
@@ -205,6 +236,6 @@ void softcap(float* x, int64_t width, float scale_by, float cap) {
 
 }  // namespace
 
-RowwiseKernels rowwise_kernels() { return {rms_norm, layer_norm, rope, glu, activation, add, scale, softcap}; }
+RowwiseKernels rowwise_kernels() { return {rms_norm, layer_norm, rope, glu, activation, add, scale, argmax, softcap}; }
 
 }  // namespace spolia::SPOLIA_LEVEL

@@ -17,6 +17,7 @@ struct RowwiseKernels {
   void (*activation)(const float* x, int64_t width, Act act, float* out);
   void (*add)(const float* a, const float* b, int64_t width, float* out);
   void (*scale)(const float* x, float factor, int64_t width, float* out);
+  int64_t (*argmax)(const float* x, int64_t width);  // the first of the largest; the first NaN, if there is one, as numpy has it
   void (*softcap)(float* x, int64_t width, float scale, float cap);  // in place; cap 0: only scale
 };
 
