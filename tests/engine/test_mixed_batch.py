@@ -117,6 +117,22 @@ def test_a_request_that_forbids_every_token_fails_alone_and_says_why():
     assert answered.token_ids == answers([([1], fine)])[0].token_ids
 
 
+class Failing:
+    """A user's processor with a mistake in it."""
+
+    def process(self, logits, rows):
+        if rows[0].num_generated_tokens == 2:
+            raise IndexError("no such token")
+
+
+def test_a_processor_that_raises_fails_its_own_request():
+    failing = SamplingParams(logits_processors=[Failing()], max_tokens=4)
+    fine = SamplingParams(temperature=0.0, max_tokens=4)
+    refused, answered = answers([([1], failing), ([1], fine)])
+    assert refused == "after 2 tokens of the answer: Failing failed: IndexError: no such token"
+    assert answered.token_ids == answers([([1], fine)])[0].token_ids
+
+
 def test_logprobs_are_the_models_own_whatever_the_processors_do():
     plain = answers([([1, 2], SamplingParams(temperature=0.0, max_tokens=1, logprobs=20))])[0]
     second_id, second = plain.logprobs[0].top[1]

@@ -353,11 +353,8 @@ class EngineCore:
         self._num_finished["error"] += 1
         pipeline = sequence.request.pipeline
         error: SpoliaError
-        if pipeline is not None and pipeline.has_left_nothing:
-            error = InvalidRequest(
-                f"after {sequence.num_generated_tokens} tokens of the answer, what this request forbids leaves no "
-                "token to go on with; loosen its constraints (allowed_token_ids, bad_words, min_tokens, ...)"
-            )
+        if pipeline is not None and pipeline.trouble is not None:
+            error = InvalidRequest(f"after {sequence.num_generated_tokens} tokens of the answer: {pipeline.trouble}")
         else:
             error = ModelError(
                 f"after {sequence.num_tokens} tokens the model's logits are not finite numbers: the model file is "

@@ -219,7 +219,8 @@ class Pipeline:
     Attributes:
         draw_params: how to draw from what `process` leaves: the request's own, or, if the filters are part of the
             pipeline, without any.
-        has_left_nothing: the last row had likely tokens, and the processors forbade all of them.
+        trouble: why no token can be drawn from the last row although the model had some: all were forbidden, or a
+            processor raised; None if one can.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class Pipeline:
         self._form = form
         self._vocab_size = vocab_size
         self.draw_params = draw_params
-        self.has_left_nothing = False
+        self.trouble: str | None = None
         self._history: History | None = None
 
     def follow(self, token_ids: NDArray[np.int32], num_prompt_tokens: int, *, seed: int) -> None:
@@ -259,9 +260,18 @@ class Pipeline:
         history.num_tokens = position
         had_one = bool(np.isfinite(logits.max()))
         rows = (history,)
-        for processor in self._processors:
-            processor.process(logits, rows)
-        self.has_left_nothing = had_one and not np.isfinite(logits.max())
+        try:
+            for processor in self._processors:
+                processor.process(logits, rows)
+        except Exception as error:  # a user's processor; what it did to this row is nobody else's concern
+            logits[:] = -np.inf
+            self.trouble = f"{type(processor).__name__} failed: {type(error).__name__}: {error}"
+            return
+        if had_one and not np.isfinite(logits.max()):
+            self.trouble = (
+                "what this request forbids leaves no token to go on with; loosen its constraints (allowed_token_ids, "
+                "bad_words, min_tokens, ...)"
+            )
 
 
 def build_pipeline(

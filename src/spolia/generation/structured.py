@@ -122,7 +122,7 @@ class GrammarMask:
         if self._num_seen == history.num_tokens and self._next is not None:
             return
         if self._next is not None:
-            self._next.result()
+            self._next.exception()  # waits; what it raised was told by `process`
         for token_id in history.buffer[self._num_seen : history.num_tokens].tolist():
             if not self._matcher.is_stopped():
                 self._matcher.consume_token(token_id)

@@ -40,23 +40,25 @@ class Filter:
 
     def process(self, logits: Logits, rows: Sequence[History]) -> None:
         for row, history in zip(logits, rows, strict=True):
-            ids = np.flatnonzero(row > -np.inf)
+            alive = row > -np.inf
+            if alive.all():
+                np.copyto(row, -np.inf, where=~self.keep(row, history))
+                continue
+            ids = np.flatnonzero(alive)
             if len(ids):
-                scores = row[ids]
-                kept = self.keep(scores, history)
-                row[ids[~kept]] = -np.inf
+                row[ids[~self.keep(row[ids], history)]] = -np.inf
 
     def keep(self, scores: Logits, history: History) -> NDArray[np.bool_]:
         """Which of the tokens that are left stay; at least one.
 
         Args:
-            scores: finite, `[num_left]`, in the order of their ids.
+            scores: finite, `[num_left]`, in the order of their ids. Not to be written to.
         """
         raise NotImplementedError
 
 
-def probabilities(scores: Logits) -> NDArray[np.float64]:
-    """Softmax in double precision: a filter's threshold should not depend on the order of a sum."""
-    weights = np.exp(scores.astype(np.float64) - float(scores.max()))
-    weights /= weights.sum()
+def probabilities(scores: Logits) -> NDArray[np.float32]:
+    """Softmax. Exponentials in single precision, which is several times faster; their sum in double."""
+    weights: NDArray[np.float32] = np.exp(scores - scores.max())
+    weights /= np.float32(weights.sum(dtype=np.float64))
     return weights

@@ -34,15 +34,18 @@ class SequenceBias:
 
     def __init__(self, bias: Sequence[tuple[tuple[int, ...], float]]) -> None:
         self._single = LogitBias([(ids[0], value) for ids, value in bias if len(ids) == 1])
-        self._longer = [
-            (np.array(ids[:-1], np.int32), ids[-1], np.float32(value)) for ids, value in bias if len(ids) > 1
-        ]
+        # By the last token of what comes before: of thousands of sequences, few are looked at in a step.
+        self._longer: dict[int, list[tuple[Ids, int, np.float32]]] = {}
+        for ids, value in bias:
+            if len(ids) > 1:
+                entry = np.array(ids[:-1], np.int32), ids[-1], np.float32(value)
+                self._longer.setdefault(ids[-2], []).append(entry)
 
     def process(self, logits: Logits, rows: Sequence[History]) -> None:
         self._single.process(logits, rows)
         for row, history in zip(logits, rows, strict=True):
             ids = history.ids
-            for start, last, value in self._longer:
+            for start, last, value in self._longer.get(int(ids[-1]), ()):
                 if len(ids) >= len(start) and np.array_equal(ids[len(ids) - len(start) :], start):
                     row[last] += value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +70,7 @@ class DynamicTemperature:
         for row in logits:
             scores = row[row > -np.inf]
             if len(scores) > 1:
-                share = min(max(_entropy(probabilities(scores)) / math.log(len(scores)), 0.0), 1.0)
+                share = min(max(_entropy(probabilities(scores), scores) / math.log(len(scores)), 0.0), 1.0)
                 temperature = self._low + (self._high - self._low) * share**self._exponent
                 np.divide(row, np.float32(max(temperature, 1e-5)), out=row)
 
@@ -106,8 +107,8 @@ class MinP(Filter):
         self._p = p
 
     def keep(self, scores: Logits, history: History) -> Kept:
-        relative = np.exp(scores.astype(np.float64) - float(scores.max()))
-        return relative >= self._p
+        kept: Kept = scores >= scores.max() + np.float32(math.log(self._p))
+        return kept
 
 
 class TopNSigma(Filter):
@@ -120,8 +121,7 @@ class TopNSigma(Filter):
         self._n = n
 
     def keep(self, scores: Logits, history: History) -> Kept:
-        exact = scores.astype(np.float64)
-        kept: Kept = exact >= exact.max() - self._n * exact.std()
+        kept: Kept = scores >= scores.max() - np.float32(self._n * scores.std(dtype=np.float64))
         return kept
 
 
@@ -135,10 +135,12 @@ class TopH(Filter):
         self._h = h
 
     def keep(self, scores: Logits, history: History) -> Kept:
-        order = np.argsort(-scores, kind="stable")[:_TOP_H_TOKENS]
-        p = probabilities(scores[order])
-        terms = np.zeros(len(p))
-        np.multiply(-p, np.log(p, where=p > 0, out=np.zeros(len(p))), out=terms)
+        best = np.arange(len(scores))
+        if len(scores) > _TOP_H_TOKENS:
+            best = np.sort(np.argpartition(scores, -_TOP_H_TOKENS)[-_TOP_H_TOKENS:])
+        order = best[np.argsort(-scores[best], kind="stable")]
+        p = probabilities(scores[order]).astype(np.float64)
+        terms = -p * _log(p, scores[order])
         chosen = np.cumsum(terms) <= self._h * terms.sum()
         chosen[0] = True
         kept = np.zeros(len(scores), np.bool_)
@@ -158,7 +160,7 @@ class Typical(Filter):
     def keep(self, scores: Logits, history: History) -> Kept:
         p = probabilities(scores)
         surprise = -_log(p, scores)
-        shift = np.abs(surprise - _entropy(p))
+        shift = np.abs(surprise - np.float32(_entropy(p, scores)))
         chosen = _first_with_mass(shift, p, self._p)
         kept: Kept = shift <= shift[chosen[-1]]
         return kept
@@ -189,7 +191,7 @@ class Eta(Filter):
 
     def keep(self, scores: Logits, history: History) -> Kept:
         p = probabilities(scores)
-        eta = min(self._epsilon, math.sqrt(self._epsilon) * math.exp(-_entropy(p)))
+        eta = min(self._epsilon, math.sqrt(self._epsilon) * math.exp(-_entropy(p, scores)))
         kept: Kept = (p >= eta) | (scores == scores.max())
         return kept
 
@@ -231,7 +233,7 @@ class Mirostat(Filter):
         self._tau = tau
         self._eta = eta
         self._limit = 2 * tau
-        self._offered: tuple[int, NDArray[np.intp], NDArray[np.float64]] | None = None
+        self._offered: tuple[int, NDArray[np.intp], NDArray[np.float32]] | None = None
 
     def process(self, logits: Logits, rows: Sequence[History]) -> None:
         (row,), (history,) = logits, rows
@@ -253,7 +255,7 @@ class Mirostat(Filter):
         position, ids, p = self._offered
         drawn = np.flatnonzero(ids == history.buffer[position])
         if len(drawn):
-            surprise = -math.log2(max(p[drawn[0]], 1e-300))
+            surprise = -math.log2(max(float(p[drawn[0]]), 1e-30))
             self._limit -= self._eta * (surprise - self._tau)
 
 
@@ -267,34 +269,32 @@ class Renormalise:
             row -= np.float32(best + total)
 
 
-def _log(p: NDArray[np.float64], scores: Logits) -> NDArray[np.float64]:
+def _log(p: NDArray[Any], scores: Logits) -> Logits:
     """log(p), by the scores, which do not underflow."""
-    exact = scores.astype(np.float64)
-    best = int(exact.argmax())
-    logarithm: NDArray[np.float64] = exact - exact[best] + math.log(p[best])
+    best = int(scores.argmax())
+    logarithm: Logits = scores - (scores[best] - np.float32(math.log(p[best])))
     return logarithm
 
 
-def _entropy(p: NDArray[np.float64]) -> float:
-    positive = p[p > 0]
-    return float(-(positive * np.log(positive)).sum())
+def _entropy(p: NDArray[np.float32], scores: Logits) -> float:
+    return -float((p * _log(p, scores)).sum(dtype=np.float64))
 
 
-def _first_with_mass(keys: NDArray[np.floating], weights: NDArray[np.float64], mass: float) -> NDArray[np.intp]:
+def _first_with_mass(keys: Logits, weights: NDArray[np.float32], mass: float) -> NDArray[np.intp]:
     """The fewest indices, in ascending order of key, whose weights reach `mass`; at least one.
 
     Sorting a whole vocabulary would take longer than the model does. So only keys below some limit are sorted, and the
     limit rises until they suffice.
     """
     least = float(keys.min())
-    depth = 4.0
+    depth = 0.5
     while depth < 64.0:
         chosen = np.flatnonzero(keys <= least + depth)
-        if weights[chosen].sum() >= mass:
+        if weights[chosen].sum(dtype=np.float64) >= mass:
             break
         depth *= 2
     else:
         chosen = np.arange(len(keys))
     chosen = chosen[np.argsort(keys[chosen], kind="stable")]
-    num_kept = int(np.searchsorted(np.cumsum(weights[chosen]), mass)) + 1
+    num_kept = int(np.searchsorted(np.cumsum(weights[chosen], dtype=np.float64), mass)) + 1
     return chosen[:num_kept]

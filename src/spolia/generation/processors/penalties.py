@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 Ids = NDArray[np.int32]
+_LONGEST = 256  # repetitions of DRY that are longer count as this long: their penalty has long decided
 
 
 def _divide_or_multiply(row: Logits, ids: Ids, penalty: float) -> None:
@@ -162,7 +163,7 @@ class Dry:
         ends = np.flatnonzero(ids[:-1] == ids[-1])  # where an earlier copy of the last tokens ends
         lengths = np.ones(len(ends), np.int64)
         growing = np.arange(len(ends))
-        for length in range(1, most):
+        for length in range(1, min(most, _LONGEST)):
             growing = growing[ends[growing] >= length]
             growing = growing[ids[ends[growing] - length] == ids[last - length]]
             if not len(growing):
