@@ -26,7 +26,17 @@ from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
 from spolia.engine.sessions import Session, SessionBusy, SessionStore, SessionTurn, UnknownSession
 from spolia.generation import SamplingParams, StructuredOutput, TokenLogprobs
-from spolia.kvcache import DEFAULT_PRIORITY, CacheStats, Explanation, Ledger, MissReason, Outcome, TokenRange, Wish
+from spolia.kvcache import (
+    DEFAULT_PRIORITY,
+    CacheStats,
+    CacheView,
+    Explanation,
+    Ledger,
+    MissReason,
+    Outcome,
+    TokenRange,
+    Wish,
+)
 from spolia.models import Model, load
 from spolia.tiers import TierState, TierStats
 
@@ -36,6 +46,7 @@ __all__ = [
     "Admission",
     "AsyncEngine",
     "CacheStats",
+    "CacheView",
     "Counters",
     "Delta",
     "Engine",

@@ -16,6 +16,7 @@ from .pins import Pin
 from .policies import POLICIES, RetentionPolicy, make_policy
 from .radix_tree import RadixNode
 from .stats import CacheStats
+from .view import CacheView, NodeView
 from .wishes import DEFAULT_PRIORITY, Outcome, Wish
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "BlockCopy",
     "BlockPool",
     "CacheStats",
+    "CacheView",
     "Cleared",
     "Event",
     "EventBatch",
@@ -35,6 +37,7 @@ __all__ = [
     "Lease",
     "Ledger",
     "MissReason",
+    "NodeView",
     "Outcome",
     "Pin",
     "PrefixHit",

@@ -132,6 +132,12 @@ class BlockPool:
         tags: list[Tag | None] = self._tags[ids].tolist()
         return tags
 
+    def states(self) -> NDArray[np.uint8]:
+        """By block: 0 free, 1 cached (only the tree holds it), 2 leased."""
+        holders = self._holders
+        states: NDArray[np.uint8] = (holders > 0).astype(np.uint8) + ((holders & LEASES) > 0)
+        return states
+
     def freed_since(self, num_free: int) -> Ids:
         """The blocks that were freed since so many were free; nothing may have been taken in between."""
         return self._free[num_free : self.num_free].copy()

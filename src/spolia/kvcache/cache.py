@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from .policies import Lru, RetentionPolicy
 from .radix_tree import Cursor, RadixNode, RadixTree
 from .retention import Retention
 from .stats import CacheStats
+from .view import CacheView, NodeView
 from .wishes import Outcome, Wish, borders
 
 __all__ = ["GroupSpec", "KVCache", "Snapshot"]
@@ -385,6 +387,41 @@ class KVCache:
             for node in self._tree.nodes()
         )
         return Snapshot(stored, number)
+
+    def view(self, max_nodes: int = 256, num_first_ids: int = 12) -> CacheView:
+        """What is cached, for people to look at. O(blocks and nodes).
+
+        Args:
+            max_nodes: at most so many, chosen from the beginnings down, the longest first.
+        """
+        views: list[NodeView] = []
+        waiting = [(-child.end + child.start, number, -1, child) for number, child in enumerate(self._beginnings())]
+        heapq.heapify(waiting)
+        number = len(waiting)
+        while waiting and len(views) < max_nodes:
+            _, _, parent, node = heapq.heappop(waiting)
+            first_ids = tuple(node.token_ids[:num_first_ids].tolist())
+            views.append(
+                NodeView(
+                    parent,
+                    node.namespace,
+                    node.start,
+                    node.end - node.start,
+                    first_ids,
+                    node.num_hits,
+                    len(node.cursors),
+                    bool(node.standing.pins),
+                )
+            )
+            for child in node.children.values():
+                number += 1
+                heapq.heappush(waiting, (child.start - child.end, number, len(views) - 1, child))
+        num_nodes = sum(1 for _ in self._tree.nodes())
+        return CacheView(tuple(pool.states() for pool in self._pools), tuple(views), num_nodes)
+
+    def _beginnings(self) -> Iterator[RadixNode]:
+        for root in self._tree.roots.values():
+            yield from root.children.values()
 
     def check(self) -> None:
         """Assert every invariant by recounting everything. O(size of the cache): for tests and `--check`."""

@@ -244,6 +244,19 @@ class Answer:
         if caller.request_id is not None:
             fields["client_request"] = caller.request_id
         log_fields(logger, "answered", fields)
+        self._served.recent.append(
+            {
+                "request": output.request_id,
+                "ended": time.time(),
+                "queue_s": timings.queue_s,
+                "first_token_s": timings.first_token_s,
+                "total_s": timings.total_s,
+                "num_prompt_tokens": fields["prompt_tokens"],
+                "num_cached_tokens": fields["cached_tokens"],
+                "num_output_tokens": fields["output_tokens"],
+                "finish": output.finish_reason,
+            }
+        )
 
     def _take_output(self, choice: int, output: RequestOutput) -> None:
         """Explain it, for whoever asks now or later, and remember what was said."""

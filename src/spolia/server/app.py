@@ -25,6 +25,7 @@ from spolia.server.config import ServerConfig
 from spolia.server.errors import handle_disconnect, handle_error, handle_http_exception
 from spolia.server.llamacpp import LlamaCppEndpoints
 from spolia.server.ollama import OllamaEndpoints, OllamaLibrary
+from spolia.server.page import PageEndpoints
 from spolia.server.responses import ResponsesEndpoints
 from spolia.server.resuming import ResumableStreams
 from spolia.server.routes import Route
@@ -68,6 +69,7 @@ def _routes(models: ServedModels, config: ServerConfig) -> list[Route]:
     """Every API's."""
     return [
         *StatusEndpoints(models).routes(),
+        *PageEndpoints(models).routes(),
         *CacheEndpoints(models).routes(),
         *SessionEndpoints(models, config).routes(),
         *TokenizeEndpoints(models, config).routes(),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakSet
 
 from spolia.engine import AsyncEngine, CacheStats, EngineStats, Session, SessionStore, TokenStream
@@ -15,6 +17,8 @@ from spolia.server.explaining import ExplainLog
 from spolia.server.metrics import Metrics, ModelMetrics
 
 __all__ = ["ServedModel", "ServedModels"]
+
+_NUM_RECENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class ServedModel:
         request_timeout_s: after which an answer is ended.
         sessions: conversations that are kept here.
         explained, conversations: of the last requests.
+        recent: what the page shows of the requests that ended last.
         since_s: Unix time at which loading began.
     """
 
@@ -39,6 +44,7 @@ class ServedModel:
     streams: WeakSet[TokenStream] = field(default_factory=WeakSet)
     explained: ExplainLog = field(default_factory=ExplainLog)
     conversations: ConversationLog = field(default_factory=ConversationLog)
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
 
     @property
     def trouble(self) -> str | None:

@@ -1,0 +1,208 @@
+// The cache while it works: figures, blocks, tree, rates, requests. Redrawn each second from /v1/cache/live.
+import { ask, byId, colour, element, percent, styled, svg, whole } from "./dom.js";
+
+let timer = null;
+let history = []; // [{at, asked, reused, generated}] of the last two minutes
+
+export function startCache() {
+  if (timer === null) { timer = setInterval(refresh, 1000); refresh(); }
+}
+
+export function stopCache() {
+  clearInterval(timer);
+  timer = null;
+}
+
+async function refresh() {
+  if (document.hidden) return;
+  const trouble = byId("cache-trouble");
+  try {
+    const model = byId("model").value;
+    const live = await (await ask(`/v1/cache/live${model ? `?model=${encodeURIComponent(model)}` : ""}`)).json();
+    trouble.hidden = true;
+    note(live);
+    drawFigures(live);
+    drawBlocks(live.groups);
+    drawTree(live.tree);
+    drawRate();
+    drawMisses(live.tokens);
+    drawTimeline(live);
+  } catch (error) {
+    trouble.hidden = false;
+    trouble.textContent = error.message;
+  }
+}
+
+function note(live) {
+  const at = Date.now() / 1000;
+  if (history.length && history[0].model !== live.model) history = [];
+  history.push({ at, model: live.model, asked: live.tokens.asked, reused: live.tokens.reused, generated: live.tokens.generated });
+  history = history.filter((sample) => at - sample.at < 120);
+}
+
+function drawFigures(live) {
+  const [first, last] = [history[0], history.at(-1)];
+  const seconds = last.at - first.at;
+  const figures = {
+    "Tokens reused": percent(live.tokens.reused / live.tokens.asked),
+    "Prompt tokens": whole(live.tokens.asked),
+    "Generated a second": seconds > 0 ? whole((last.generated - first.generated) / seconds) : "–",
+    Running: live.running,
+    Waiting: live.waiting,
+    "Blocks evicted": whole(live.evicted_blocks),
+  };
+  byId("figures").replaceChildren(...Object.entries(figures).map(([name, value]) =>
+    element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))));
+}
+
+function legend(id, entries) {
+  byId(id).replaceChildren(...entries.map(([name, words]) =>
+    element("span", {}, styled(element("i"), { background: `var(${name})` }), words)));
+}
+
+function drawBlocks(groups) {
+  const sum = (state) => groups.reduce((total, group) => total + group[state], 0);
+  legend("block-legend", [["--leased", `in use: ${whole(sum("leased"))}`], ["--cached", `cached: ${whole(sum("cached"))}`], ["--free", `free: ${whole(sum("free"))}`]]);
+  const holder = byId("blocks");
+  while (holder.children.length > groups.length) holder.lastChild.remove();
+  groups.forEach((group, index) => {
+    const canvas = holder.children[index] ?? holder.appendChild(element("canvas", { role: "img" }));
+    canvas.setAttribute("aria-label", `Pool ${index}: ${group.leased} blocks in use, ${group.cached} cached, ${group.free} free, of ${group.total}`);
+    drawCells(canvas, group.cells);
+  });
+}
+
+function drawCells(canvas, cells) {
+  const ratio = devicePixelRatio, width = canvas.clientWidth, size = cells.length > 400 ? 9 : 13;
+  const columns = Math.max(1, Math.floor(width / (size + 2)));
+  const height = Math.ceil(cells.length / columns) * (size + 2) + 6;
+  styled(canvas, { height: `${height}px` });
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  const pen = canvas.getContext("2d");
+  pen.scale(ratio, ratio);
+  const [free, cached, leased] = ["--free", "--cached", "--leased"].map(colour);
+  cells.forEach(([numCached, numLeased, total], index) => {
+    const x = (index % columns) * (size + 2), y = Math.floor(index / columns) * (size + 2);
+    let from = y + size;
+    for (const [count, fill] of [[numLeased, leased], [numCached, cached], [total - numLeased - numCached, free]]) {
+      const tall = (size * count) / total;
+      pen.fillStyle = fill;
+      pen.fillRect(x, from - tall, size, tall);
+      from -= tall;
+    }
+  });
+}
+
+// An icicle on its side: x is the token position, a node is as tall as its leaves.
+function drawTree({ nodes, num_nodes: numNodes }) {
+  byId("tree-note").textContent = numNodes > nodes.length ? `the longest ${nodes.length} of ${whole(numNodes)} runs` : `${whole(numNodes)} runs`;
+  const holder = byId("tree");
+  const children = nodes.map(() => []), roots = [];
+  nodes.forEach((node, index) => (node.parent < 0 ? roots : children[node.parent]).push(index));
+  const end = Math.max(1, ...nodes.map((node) => node.start + node.num_tokens));
+  const width = Math.max(320, holder.clientWidth - 20), row = 17, scale = width / end;
+  const bars = [];
+  let rows = 0, namespace = null;
+  const place = (index) => {
+    const top = rows;
+    children[index].forEach(place);
+    if (rows === top) rows += 1;
+    bars.push([index, top, rows - top]);
+  };
+  roots.sort((one, other) => nodes[one].namespace - nodes[other].namespace);
+  for (const root of roots) {
+    if (namespace !== null && nodes[root].namespace !== namespace) rows += 0.6; // a gap between those who share nothing
+    namespace = nodes[root].namespace;
+    place(root);
+  }
+  const most = Math.max(1, ...nodes.map((node) => node.num_hits));
+  const picture = svg("svg", { width, height: rows * row + 18, role: "list" });
+  for (const [index, top, tall] of bars) {
+    const node = nodes[index], x = node.start * scale, wide = Math.max(1.5, node.num_tokens * scale - 1);
+    const words = `tokens ${node.start} to ${node.start + node.num_tokens}, found ${node.num_hits} times${node.num_leases ? ", in use" : ""}${node.pinned ? ", pinned" : ""}: ${node.text}`;
+    const bar = svg("rect", { x, y: top * row, width: wide, height: tall * row - 2, rx: 2, fill: "var(--cached)", "fill-opacity": 0.3 + 0.7 * Math.log1p(node.num_hits) / Math.log1p(most) });
+    const group = svg("g", { role: "listitem", "aria-label": words }, svg("title"), bar);
+    group.querySelector("title").textContent = words;
+    if (node.num_leases) group.append(svg("rect", { x, y: (top + tall) * row - 5, width: wide, height: 3, fill: "var(--leased)" }));
+    if (wide > 34) {
+      const label = svg("text", { x: x + 4, y: top * row + 11 });
+      label.textContent = node.text.replace(/\s+/g, " ").slice(0, Math.floor((wide - 6) / 6.2));
+      group.append(label);
+    }
+    picture.append(group);
+  }
+  for (const position of [0, Math.round(end / 2), end]) {
+    const mark = svg("text", { x: Math.min(position * scale, width), y: rows * row + 13, class: "axis", "text-anchor": position === 0 ? "start" : position === end ? "end" : "middle" });
+    mark.textContent = `${whole(position)}${position === end ? " tokens" : ""}`;
+    picture.append(mark);
+  }
+  holder.replaceChildren(nodes.length ? picture : element("p", { class: "hint" }, "Nothing is cached yet: ask something."));
+}
+
+function drawRate() {
+  const holder = byId("rate"), width = Math.max(260, holder.clientWidth), height = 110, now = history.at(-1).at;
+  const points = [];
+  for (let index = 1; index < history.length; index += 1) {
+    const asked = history[index].asked - history[index - 1].asked;
+    if (asked > 0) points.push([width * (1 - (now - history[index].at) / 120), (history[index].reused - history[index - 1].reused) / asked]);
+  }
+  const picture = svg("svg", { width, height: height + 16, role: "img" });
+  picture.setAttribute("aria-label", points.length ? `Hit rate now ${percent(points.at(-1)[1])}` : "No prompts in the last two minutes");
+  for (const share of [0, 0.5, 1]) {
+    const y = 6 + (height - 6) * (1 - share);
+    picture.append(svg("line", { x1: 34, x2: width, y1: y, y2: y, stroke: "var(--line)" }));
+    const label = svg("text", { x: 0, y: y + 4, class: "axis" });
+    label.textContent = percent(share).replace(".0", "");
+    picture.append(label);
+  }
+  for (const [x, share] of points) picture.append(svg("circle", { cx: Math.max(38, x), cy: 6 + (height - 6) * (1 - share), r: 4, fill: "var(--cached)" }));
+  const label = svg("text", { x: width, y: height + 14, class: "axis", "text-anchor": "end" });
+  label.textContent = points.length ? "now" : "no prompts lately";
+  picture.append(label);
+  holder.replaceChildren(picture);
+}
+
+function drawMisses({ missed }) {
+  const entries = Object.entries(missed).sort((one, other) => other[1] - one[1]);
+  const most = Math.max(1, ...entries.map(([, count]) => count));
+  const rows = entries.map(([reason, count]) => element("tr", {},
+    element("th", { scope: "row" }, reason === "full" ? "last token, always" : reason.replaceAll("_", " ")),
+    element("td", { class: "grow" }, element("div", { class: "bar" }, styled(element("span", { class: "k-computed" }), { width: `${(100 * count) / most}%` }))),
+    element("td", { class: "figure" }, whole(count))));
+  byId("misses").replaceChildren(entries.length
+    ? element("table", {}, element("caption", { class: "hidden-visually" }, "Prompt tokens that were computed, by reason"), element("tbody", {}, ...rows))
+    : element("p", { class: "hint" }, "No prompt yet."));
+}
+
+function drawTimeline({ recent, lanes }) {
+  legend("timeline-legend", [["--free", "queued"], ["--cached", "prompt"], ["--leased", "answer"]]);
+  const now = Date.now() / 1000, span = 60, holder = byId("timeline"), width = Math.max(320, holder.clientWidth - 20);
+  const shown = recent.filter((each) => now - each.ended < span).slice(-24).reverse();
+  const left = width < 500 ? 96 : 190, row = 18, at = (time) => left + (width - left) * Math.max(0, 1 - (now - time) / span);
+  const picture = svg("svg", { width, height: Math.max(1, shown.length + lanes.length) * row + 16, role: "list" });
+  let y = 0;
+  const label = (text) => { const made = svg("text", { x: 0, y: y + 12 }); made.textContent = text; return made; };
+  for (const lane of lanes) {
+    const words = `lane ${lane.lane}: ${lane.num_prompt_tokens} in, ${lane.num_generated_tokens} out so far`;
+    picture.append(svg("g", { role: "listitem", "aria-label": words }, label(width < 500 ? `lane ${lane.lane}` : words),
+      svg("rect", { x: width - 14, y: y + 2, width: 14, height: row - 5, rx: 2, fill: "var(--leased)" })));
+    y += row;
+  }
+  for (const each of shown) {
+    const began = each.ended - each.total_s;
+    const started = began + (each.queue_s ?? each.total_s), spoke = began + (each.first_token_s ?? each.total_s);
+    const words = `${each.num_prompt_tokens} in, ${each.num_cached_tokens} reused, ${each.num_output_tokens} out, ${each.finish}, ${Math.round(1000 * each.total_s)} ms`;
+    const group = svg("g", { role: "listitem", "aria-label": words }, svg("title"), label(width < 500 ? `${each.num_prompt_tokens} → ${each.num_output_tokens}` : `${each.num_prompt_tokens} in, ${each.num_cached_tokens} reused, ${each.num_output_tokens} out`));
+    group.querySelector("title").textContent = words;
+    for (const [from, to, fill] of [[began, started, "--free"], [started, spoke, "--cached"], [spoke, each.ended, "--leased"]]) {
+      group.append(svg("rect", { x: at(from), y: y + 2, width: Math.max(0.8, at(to) - at(from)), height: row - 5, fill: `var(${fill})` }));
+    }
+    picture.append(group);
+    y += row;
+  }
+  const axis = svg("text", { x: width, y: y + 13, class: "axis", "text-anchor": "end" });
+  axis.textContent = shown.length + lanes.length ? "the last minute, until now" : "no requests in the last minute";
+  picture.append(axis);
+  holder.replaceChildren(picture);
+}

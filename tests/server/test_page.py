@@ -1,0 +1,200 @@
+"""The page: its files, its live data, and, in Debian's Chromium, that it works by mouse, by keyboard and on a phone.
+
+The browser's tests run where Chromium and Playwright are installed, and are skipped by name where they are not.
+SPOLIA_SCREENSHOTS names a folder for the pictures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .harness import chatty_engine, scripted_engine, serving
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+STORY = "Stones of an **older** house:\n\n```python\nprint('spolia')\n```\n\nare built into `new` ones."
+SCRIPT = {
+    "user: hello": "Hello! How are you?",
+    "user: a story": STORY,
+    "user: more": "And so on. " * 12,
+    "user: <img src=x onerror=alert(1)>": "<script>alert(1)</script><b>bold</b>",
+}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    engine = scripted_engine(SCRIPT, num_blocks=300, max_context=2048)
+    with serving({"scripted": engine}) as url:
+        yield url
+    asyncio.run(engine.aclose())
+
+
+def test_every_file_that_the_page_names_is_served(url):
+    page = httpx.get(url)
+    assert page.headers["content-type"].startswith("text/html")
+    names = set(re.findall(r"/static/([\w.]+)", page.text))
+    scripts = [name for name in names if name.endswith(".js")]
+    while scripts:
+        found = set(re.findall(r'from "\./([\w.]+)"', httpx.get(f"{url}/static/{scripts.pop()}").text)) - names
+        names |= found
+        scripts += found
+    assert {"main.js", "chat.js", "cache.js", "dom.js", "markdown.js", "style.css", "icon.svg"} == names
+    for name in names:
+        reply = httpx.get(f"{url}/static/{name}")
+        assert reply.status_code == 200
+        assert "script-src 'self'" in reply.headers["content-security-policy"]
+        assert reply.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "..%2fendpoints.py", "%2e%2e/endpoints.py", "../endpoints.py", "a%00b"])
+def test_nothing_but_the_pages_files_can_be_had(url, name):
+    assert httpx.get(f"{url}/static/{name}").status_code == 404
+
+
+def test_live_data_shows_blocks_tree_and_requests():
+    engine = chatty_engine(num_blocks=40)
+    with serving({"toy": engine}) as url:
+        for prompt in ("abcdefghijklmnopqrstuvwxyz", "abcdefghijklm-and something else"):
+            httpx.post(f"{url}/v1/completions", json={"prompt": prompt, "max_tokens": 4}).raise_for_status()
+        live = httpx.get(f"{url}/v1/cache/live", params={"model": "toy"}).json()
+        assert httpx.get(f"{url}/v1/cache/live?model=other").status_code == 404
+    asyncio.run(engine.aclose())
+    (group,) = live["groups"]
+    assert group["free"] + group["cached"] + group["leased"] == group["total"] == 40
+    assert sum(cached for cached, _, _ in group["cells"]) == group["cached"] > 0
+    root, *others = live["tree"]["nodes"]
+    assert (root["parent"], root["start"], root["num_tokens"], root["text"]) == (-1, 0, 13, "abcdefghijkl")
+    assert root["num_hits"] == 1
+    assert [(node["parent"], node["start"]) for node in others] == [(0, 13), (0, 13)]
+    assert live["tokens"]["asked"] == 26 + 32
+    assert live["tokens"]["reused"] == 13
+    assert [request["num_cached_tokens"] for request in live["recent"]] == [0, 13]
+
+
+@pytest.fixture(scope="module")
+def browser(url: str) -> Iterator[Any]:  # ends before the server does: its loop is in this thread
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="Playwright is not installed (pip install playwright)"
+    )
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, url) -> Iterator[Any]:
+    yield from opened(browser, url)
+
+
+def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
+    context = browser.new_context(**{"viewport": {"width": 1180, "height": 800}, **options})
+    page = context.new_page()
+    troubles: list[str] = []
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
+    page.goto(url)
+    page.locator("#health", has_text="ready").wait_for()
+    yield page
+    assert troubles == []
+    context.close()
+
+
+def say(page: Any, text: str) -> None:
+    num_answers = page.locator("#messages .assistant").count()
+    page.fill("#question", text)
+    page.press("#question", "Enter")
+    page.locator("#messages .assistant").nth(num_answers).locator(".origin").wait_for()
+
+
+def picture(page: Any, name: str) -> None:
+    if folder := os.environ.get("SPOLIA_SCREENSHOTS"):
+        page.wait_for_timeout(300)
+        page.screenshot(path=str(Path(folder) / f"{name}.png"))
+
+
+def test_an_answer_comes_in_markdown_with_where_its_context_came_from(page):
+    say(page, "hello")
+    say(page, "a story")
+    answer = page.locator("#messages .assistant").nth(1)
+    assert answer.locator("pre code").inner_text() == "print('spolia')"
+    assert answer.locator("strong").inner_text() == "older"
+    assert "prompt tokens reused" in answer.locator(".origin").inner_text()
+    assert answer.locator(".bar .k-device").count() >= 1
+    picture(page, "chat-light")
+
+
+def test_a_conversation_is_rewound_and_forked_and_kept(page):
+    say(page, "hello")
+    say(page, "more")
+    page.click("#messages .assistant >> nth=0 >> text=Fork here")
+    assert page.locator("#messages > li").count() == 2
+    assert page.locator("#conversations li").count() == 2
+    say(page, "a story")
+    page.locator("#conversations .open").nth(1).click()
+    assert page.locator("#messages > li").count() == 4
+    page.click("#messages .user >> nth=1 >> text=Rewind to here")
+    assert page.locator("#messages > li").count() == 2
+    assert page.input_value("#question") == "more"
+    page.reload()
+    assert page.locator("#conversations li").count() == 2
+
+
+def test_what_a_model_or_a_user_writes_is_text_and_never_runs(page):
+    dialogs: list[str] = []
+    page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+    say(page, "<img src=x onerror=alert(1)>")
+    assert page.locator("#messages img, #messages script, #messages b").count() == 0
+    assert "<script>alert(1)</script>" in page.locator("#messages .assistant").inner_text()
+    assert dialogs == []
+
+
+def test_the_cache_is_shown_while_it_works_in_light_and_dark(page):
+    for question in ("hello", "a story", "more"):
+        say(page, question)
+    page.click("#show-cache")
+    page.wait_for_selector("#tree svg g")
+    assert "reused" in page.locator("#timeline").inner_text()
+    assert page.locator("#blocks canvas").get_attribute("aria-label").startswith("Pool 0: ")
+    assert page.locator("#figures dd").nth(0).inner_text().endswith("%")
+    picture(page, "cache-light")
+    page.click("#theme")
+    page.wait_for_timeout(1100)
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    picture(page, "cache-dark")
+    page.click("#show-chat")
+    picture(page, "chat-dark")
+
+
+def test_the_page_works_with_the_keyboard_alone(page):
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    page.focus("#question")
+    page.keyboard.type("hello")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#messages .assistant .origin")
+    unnamed = page.evaluate("""() => [...document.querySelectorAll("button, input, select, textarea")]
+        .filter((it) => !(it.getAttribute("aria-label") || it.labels?.length || it.textContent.trim()))
+        .map((it) => it.id)""")
+    assert unnamed == []
+
+
+def test_nothing_is_cut_off_on_a_phone(browser, url):
+    for page in opened(browser, url, viewport={"width": 390, "height": 780}, color_scheme="dark"):
+        say(page, "a story")
+        for view in ("chat", "cache"):
+            page.click(f"#show-{view}")
+            page.wait_for_timeout(400)
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390
+            picture(page, f"{view}-phone")
