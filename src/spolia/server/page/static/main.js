@@ -7,7 +7,7 @@ function show(view) {
     byId(name).hidden = name !== view;
     byId(`show-${name}`).setAttribute("aria-pressed", String(name === view));
   }
-  location.hash = view;
+  history.replaceState(null, "", `#${view}`); // setting the hash would move the keyboard there too
   if (view === "cache") startCache(); else stopCache();
 }
 
