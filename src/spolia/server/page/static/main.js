@@ -7,7 +7,7 @@ function show(view) {
     byId(name).hidden = name !== view;
     byId(`show-${name}`).setAttribute("aria-pressed", String(name === view));
   }
-  history.replaceState(null, "", `#${view}`); // setting the hash would move the keyboard there too
+  history.replaceState(null, "", `#/${view}`); // no id: the browser would move the keyboard there
   if (view === "cache") startCache(); else stopCache();
 }
 
@@ -35,4 +35,4 @@ byId("show-cache").addEventListener("click", () => show("cache"));
 byId("key").addEventListener("change", listModels);
 listModels();
 startChat();
-show(location.hash === "#cache" ? "cache" : "chat");
+show(location.hash === "#/cache" ? "cache" : "chat");
