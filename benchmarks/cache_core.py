@@ -7,7 +7,8 @@ each. Then, on prompts of 4,000 tokens, the median time of
     open+close     match, hold, explain, and let go
     insert         grow and commit, for a prompt that shares 3,900 tokens and brings 100 new ones
     decode         one more token for each of 64 sequences: grow and commit, per sequence
-    evict          room for one block in a full pool, per block
+    evict          room for one block in a full pool
+    evict chunk    room for the 16 blocks of a 256-token step in a full pool, per block
 
 Prints one JSON line a size. Goals: match and insert below 50 us each, eviction below 20 us a block, flat in the size.
 The trunk is cut into 40 nodes by its branches, which is what matching costs; without them it is one.
@@ -97,6 +98,7 @@ def measure(num_nodes: int, *windows: int) -> dict[str, object]:
     hog = cache.open(b"hog", np.zeros(1, np.int32))
     cache.grow(hog, free * cache.block_size)
     evict = median_us(lambda _: cache.grow(hog, hog.num_reserved_tokens + 1), 300)
+    evict_chunk = median_us(lambda _: cache.grow(hog, hog.num_reserved_tokens + 256), 100)
     cache.check()
     return {
         "nodes": num_nodes,
@@ -105,7 +107,8 @@ def measure(num_nodes: int, *windows: int) -> dict[str, object]:
         "open_close_us": round(hold, 1),
         "insert_us": round(insert, 1),
         "decode_us_per_sequence": round(decode_step / 64, 2),
-        "evict_us_per_block": round(evict, 1),
+        "evict_us": round(evict, 1),
+        "evict_chunk_us_per_block": round(evict_chunk / 16, 1),
         "rescans": cache.stats.num_rescans,
         "machine": platform.processor() or platform.machine(),
         "python": platform.python_version(),
