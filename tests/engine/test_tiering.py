@@ -32,7 +32,8 @@ def on_tier(backend: StorageBackend | Path, **settings) -> Engine:
     """An engine with one tier; its clock is the real one."""
     if isinstance(backend, Path):
         backend = FolderBackend(backend)
-    return toy_engine(tiers=[Tier("disk", backend)], clock=time.monotonic, **settings)
+    # A machine that stops for a while is not to look like a tier that hangs.
+    return toy_engine(tiers=[Tier("disk", backend, stall_s=60)], clock=time.monotonic, **settings)
 
 
 def saved(engine: Engine) -> Engine:
@@ -244,6 +245,7 @@ def test_what_is_evicted_before_it_could_be_written_is_counted():
     backend = FaultyBackend()
     engine = on_tier(backend, num_blocks=24)
     engine.core._tiering._mover._lanes["disk"].buffers._max_bytes = 1_000
+    engine.core._tiering._mover.tiers[0]._stall_s = 0.2
     backend.hang()
     for seed in range(4):
         prompt = tokens(300, 2_000 + seed)
@@ -415,7 +417,7 @@ def test_a_timeout_bounds_the_wait_and_keeps_what_arrived():
 def test_waiting_takes_as_long_as_it_takes():
     backend = with_stored_conversation()
     backend.bytes_per_s = 20_000
-    engine = toy_engine(tiers=[Tier("disk", backend)], fetch="wait", clock=time.monotonic)
+    engine = on_tier(backend, fetch="wait")
     assert answer(engine, CONVERSATION).num_cached_tokens == 288
     saved(engine)
 

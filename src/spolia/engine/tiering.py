@@ -262,7 +262,7 @@ class Tiering:
 
     def begin(self, sequence: Sequence) -> bool:
         """Look for what of the prompt is below. True: the sequence is held back until `poll` returns it."""
-        ids = sequence.known_ids
+        ids = sequence.reusable_ids
         first = self._cache.probe(sequence.request.namespace, ids) // BLOCK_SIZE
         stop = (len(ids) - 1) // BLOCK_SIZE  # the last token is computed in any case
         if first >= stop or not self._has_usable_tier:
