@@ -20,6 +20,7 @@ from spolia.errors import SpoliaError
 from spolia.generation import SamplingParams
 from spolia.kvcache import CacheStats, Wish
 from spolia.models import Model
+from spolia.tiers import TierUse
 
 __all__ = ["AsyncEngine", "TokenStream"]
 
@@ -148,6 +149,14 @@ class AsyncEngine:
     async def call(self, function: Callable[[EngineCore], T]) -> T:
         """Run `function` on the engine's thread between two steps, for instance to look into its cache."""
         return await asyncio.wrap_future(self._thread.call(function))
+
+    async def attach_tier(self, use: TierUse, index: int | None = None) -> None:
+        """As `LLM.attach_tier`."""
+        await asyncio.to_thread(self._thread.attach_tier, use, index)
+
+    async def detach_tier(self, name: str, timeout_s: float = 10.0) -> None:
+        """As `LLM.detach_tier`."""
+        await asyncio.to_thread(self._thread.detach_tier, name, timeout_s)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new requests and wait for those in flight; False if that took longer than `timeout_s`."""

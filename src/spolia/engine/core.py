@@ -145,6 +145,17 @@ class EngineCore:
         """All that have not ended: running, preempted, waiting."""
         return self._scheduler.sequences()
 
+    @property
+    def tiering(self) -> Tiering:
+        """Offload and restore.
+
+        Raises:
+            InvalidRequest: the engine was put together without.
+        """
+        if self._tiering is None:
+            raise InvalidRequest("this engine was made without tiering; use build_engine", param="tier")
+        return self._tiering
+
     def set_waker(self, wake: Callable[[], None]) -> None:
         """`wake` is called, on any thread, when something arrives that `step` should see to."""
         if self._tiering is not None:

@@ -22,6 +22,7 @@ from spolia.engine.thread import EngineThread
 from spolia.errors import InvalidRequest, SpoliaError
 from spolia.generation import SamplingParams
 from spolia.models import Model
+from spolia.tiers import TierUse
 
 __all__ = ["LLM"]
 
@@ -163,6 +164,24 @@ class LLM:
             raise InvalidRequest(f"model {self.model.name} has no chat template; use generate", param="messages")
         # The template writes the special tokens itself.
         return self.model.tokenizer.encode(template.render(messages, tools=tools), add_special=False)
+
+    def attach_tier(self, use: TierUse, index: int | None = None) -> None:
+        """Use one more tier, as the `index`-th fastest; None: as the slowest. Requests go on meanwhile.
+
+        Raises:
+            StorageUnavailable: it does not work. Nothing has changed.
+            InvalidRequest: there is one of that name.
+        """
+        self._thread.attach_tier(use, index)
+
+    def detach_tier(self, name: str, timeout_s: float = 10.0) -> None:
+        """Write what waits for a tier, for so long at most, then do without it. Requests go on meanwhile.
+
+        Raises:
+            StorageUnavailable: not all could be written. The tier is in use as before.
+            InvalidRequest: there is none of that name.
+        """
+        self._thread.detach_tier(name, timeout_s)
 
     def close(self) -> None:
         """End the engine's thread; what is in flight is aborted. May be called again."""

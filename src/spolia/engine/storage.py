@@ -64,14 +64,12 @@ def build_cache(
     policy: RetentionPolicy | None = None,
     fetch: FetchPolicy = "planned",
     fetch_timeout_s: float = 1.0,
-) -> tuple[KVCache, Tiering | None]:
-    """A cache over `pools`, and what ties it to tiers, the fastest first; None if there are none.
+) -> tuple[KVCache, Tiering]:
+    """A cache over `pools`, and what ties it to tiers, the fastest first.
 
     Args:
         layout: how the bytes of a block are arranged and computed.
     """
-    if not uses:
-        return KVCache(groups, clock=clock, policy=policy), None
     block_bytes = [pool.shape[1] for pool in pools]
     mover = Mover([use.tier for use in uses], block_bytes=block_bytes, num_header_bytes=header_bytes(layout))
     _chain_down(uses, mover)
@@ -85,6 +83,8 @@ def build_cache(
 
 def _chain_down(uses: Sequence[TierUse], mover: Mover) -> None:
     """What has to leave the host tier goes to the next one that is written back to."""
+    if not uses:
+        return
     below = [use.tier for use in uses[1:] if use.write == "write_back"]
     backend = uses[0].tier.backend
     if isinstance(backend, HostBackend) and below:

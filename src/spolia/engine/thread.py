@@ -18,7 +18,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from spolia.engine.core import EngineCore
 from spolia.engine.outputs import Delta
 from spolia.engine.request import Request
-from spolia.errors import Bug, InvalidRequest, Overloaded, SpoliaError
+from spolia.errors import Bug, InvalidRequest, Overloaded, SpoliaError, StorageUnavailable
+from spolia.tiers import TierUse
 
 __all__ = ["EngineThread"]
 
@@ -35,7 +36,7 @@ _WAKE = _Command(lambda: None, None)
 
 
 class EngineThread(Generic[S]):
-    """Runs an `EngineCore`. All methods may be called from any thread; only `close` and `wait_drained` wait.
+    """Runs an `EngineCore`. Any thread may call; only `close`, `wait_drained` and what comes and goes with tiers wait.
 
     Args:
         core: from here on touched by the engine's thread only.
@@ -95,6 +96,30 @@ class EngineThread(Generic[S]):
                 raise self._refusal
             self._inbox.put(_Command(lambda: function(self._core), future))
         return future
+
+    def attach_tier(self, use: TierUse, index: int | None = None) -> None:
+        """Use one more tier from the next step on, as the `index`-th fastest; None: as the slowest. Waits.
+
+        Raises:
+            StorageUnavailable: it does not work. Nothing has changed.
+            InvalidRequest: there is one of that name.
+        """
+        use.tier.probe()
+        self.call(lambda core: core.tiering.attach(use, index)).result()
+
+    def detach_tier(self, name: str, timeout_s: float = 10.0) -> None:
+        """Write what waits for a tier, then do without it. Waits, for so long at most; steps go on.
+
+        Raises:
+            StorageUnavailable: not all could be written. The tier is in use as before.
+            InvalidRequest: there is none of that name.
+        """
+        tiering = self.call(lambda core: core.tiering).result()
+        use, index = self.call(lambda core: core.tiering.retire(name)).result()
+        if not tiering.flush(use, timeout_s):
+            self.call(lambda core: core.tiering.reinstate(use, index)).result()
+            raise StorageUnavailable(f"tier {name} has not written all within {timeout_s} s; it stays in use")
+        self.call(lambda core: core.tiering.detach(use)).result()
 
     def drain(self) -> None:
         """Refuse new requests; those there are go on to their end."""

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.engine.request import Sequence
+from spolia.errors import InvalidRequest
 from spolia.kernels import BLOCK_SIZE
 from spolia.kvcache import KVCache, Lease, Tag
 from spolia.tiers import (
@@ -71,12 +72,19 @@ class Offloader:
     def __init__(self, pools: Seq[NDArray[np.uint8]], mover: Mover, uses: Seq[TierUse]) -> None:
         self._pools = pools
         self._mover = mover
-        self._write_through = [use.tier for use in uses if use.write == "write_through"]
-        self._write_back = [use.tier for use in uses if use.write == "write_back"][:1]
-        self._selective = [use for use in uses if use.write == "selective"]
+        self._write_through: list[Tier] = []
+        self._write_back: list[Tier] = []
+        self._selective: list[TierUse] = []
+        self.use(uses)
         self._num_uses: OrderedDict[bytes, int] = OrderedDict()  # by key, for selective tiers
         self._line: deque[tuple[int, int, Tag, Tier]] = deque()  # (group, block id, tag, where to)
         self.num_lost_blocks = 0  # evicted before there was room to copy them
+
+    def use(self, uses: Seq[TierUse]) -> None:
+        """From now on, write to these."""
+        self._write_through = [use.tier for use in uses if use.write == "write_through"]
+        self._write_back = [use.tier for use in uses if use.write == "write_back"][:1]
+        self._selective = [use for use in uses if use.write == "selective"]
 
     def note_committed(self, group: int, block_ids: NDArray[np.int32], tags: Seq[Tag]) -> None:
         """These blocks are whole and committed."""
@@ -115,7 +123,7 @@ class Offloader:
         num_bytes = 0
         while self.can_pump and (max_bytes is None or num_bytes < max_bytes):
             group, block_id, tag, tier = self._line.popleft()
-            if cache.tags(group, np.array([block_id], np.int32)) == [tag]:
+            if tier in self._mover.tiers and cache.tags(group, np.array([block_id], np.int32)) == [tag]:
                 self._copy(tier, group, block_id, tag)
                 num_bytes += self._pools[group].shape[1]
 
@@ -125,7 +133,7 @@ class Offloader:
         if not self._line:
             return False
         group, _, _, tier = self._line[0]
-        return not tier.is_usable or self._mover.has_room(tier, group)
+        return tier not in self._mover.tiers or not tier.is_usable or self._mover.has_room(tier, group)
 
     @property
     def num_waiting(self) -> int:
@@ -198,7 +206,7 @@ class Tiering:
         self._clock = clock
         self._fetch: FetchPolicy = fetch
         self._timeout_s = timeout_s
-        self._exclusive = {use.tier.name: use.tier for use in uses if use.is_exclusive}
+        self._uses = list(uses)
         self._held: dict[str, _Held] = {}  # by request, in order of arrival
         self._planner = Planner(clock)
         self._block_bytes = sum(pool.shape[1] for pool in pools)
@@ -231,17 +239,70 @@ class Tiering:
         """`wake` is called, on any thread, when there is something for `poll` to do."""
         self._mover.notify = wake
 
+    # -- Tiers come and go ---------------------------------------------------------------------------------------------
+
+    def attach(self, use: TierUse, index: int | None = None) -> None:
+        """Use one more tier, as the `index`-th fastest; None: as the slowest. What is committed from now on goes there.
+
+        Raises:
+            InvalidRequest: there is one of that name.
+        """
+        if any(other.tier.name == use.tier.name for other in self._uses):
+            raise InvalidRequest(f"there is a tier {use.tier.name!r} already; detach it first", param="tier")
+        index = len(self._uses) if index is None else index
+        self._mover.attach(use.tier, index)
+        self._uses.insert(index, use)
+        self._offloader.use(self._uses)
+
+    def retire(self, name: str) -> tuple[TierUse, int]:
+        """Begin to take a tier out of use: nothing new is written to it or read from it.
+
+        Returns:
+            The tier, and its place, for `reinstate`.
+
+        Raises:
+            InvalidRequest: there is none of that name.
+        """
+        for index, use in enumerate(self._uses):
+            if use.tier.name == name:
+                del self._uses[index]
+                self._mover.hide(use.tier)
+                self._offloader.use(self._uses)
+                return use, index
+        there = ", ".join(use.tier.name for use in self._uses) or "none"
+        raise InvalidRequest(f"there is no tier {name!r}; there are: {there}", param="tier")
+
+    def reinstate(self, use: TierUse, index: int) -> None:
+        """Undo `retire`."""
+        self._uses.insert(index, use)
+        self._mover.show(use.tier, index)
+        self._offloader.use(self._uses)
+
+    def detach(self, use: TierUse) -> None:
+        """Let go of a tier that was retired."""
+        self._mover.detach(use.tier)
+
+    def flush(self, use: TierUse, timeout_s: float) -> bool:
+        """Wait until all for a tier is written; False if that took longer. Not to be called on the engine's thread."""
+        return self._mover.flush(timeout_s, use.tier)
+
     # -- Down ----------------------------------------------------------------------------------------------------------
 
     def commit(self, sequence: Sequence) -> None:
         """Commit what was computed, and name the blocks that it completes."""
         lease = sequence.held_lease
+        if not self._uses:
+            self._cache.commit(lease, sequence.uncommitted_ids)
+            return
         start, stop = lease.num_computed_tokens, sequence.num_computed_tokens
         self._commit(lease, self._chain(sequence), sequence.token_ids, start, stop)
 
     def finish(self, sequence: Sequence) -> None:
         """It is about to let go of its lease. Whatever of it is not below yet gets in line; all of it was just used."""
+        if not self._uses:
+            return
         chain = self._chain(sequence)
+        chain.extend(sequence.token_ids[: sequence.held_lease.num_computed_tokens])
         for group in range(len(self._pools)):
             table = sequence.held_lease.block_table(group)[: len(chain.digests)]
             ids = table[table >= 0]
@@ -418,7 +479,7 @@ class Tiering:
                     pool[block_id] = payload
             self._commit(lease, self._chain(sequence), ids, start, stop)
         sequence.restored.append((start, stop, run.tier))
-        tier = self._exclusive.get(run.tier)
+        tier = next((use.tier for use in self._uses if use.is_exclusive and use.tier.name == run.tier), None)
         if tier is not None:  # the pools have it now, and give it back when it is evicted
             digests = self._chain(sequence).digests[run.first_block : stop_block]
             self._mover.discard(tier, self._keys(digests))

@@ -115,6 +115,7 @@ class _Lane:
         self.buffers = BufferPool(staging_bytes)
         self.queue: queue.SimpleQueue[_Store | _Touch | _Delete | None] = queue.SimpleQueue()
         self.pending: set[bytes] = set()  # keys handed over and not yet written; the engine's thread adds
+        self.is_leaving = False
         self.thread = threading.Thread(target=run, args=(self,), name=f"spolia-{tier.name}-writer", daemon=True)
         self.thread.start()
 
@@ -149,14 +150,36 @@ class Mover:
         self._block_bytes = tuple(block_bytes)
         self._run_blocks = max(1, _RUN_BYTES // max(1, sum(self._extent_bytes)))
         self._reads = BufferPool(staging_bytes)
-        share = staging_bytes // max(1, len(self.tiers))  # a tier that hangs keeps its own share and no more
-        self._lanes = {tier.name: _Lane(tier, share, self._write) for tier in self.tiers}
+        # A tier that hangs keeps its own share and no more.
+        self._share_bytes = staging_bytes // max(1, len(self.tiers))
+        self._lanes = {tier.name: _Lane(tier, self._share_bytes, self._write) for tier in self.tiers}
         self._restores: queue.SimpleQueue[Restore | None] = queue.SimpleQueue()
         self._readers = [
             threading.Thread(target=self._read, name=f"spolia-reader-{i}", daemon=True) for i in range(num_readers)
         ]
-        for reader in self._readers:
-            reader.start()
+        self._is_reading = False
+
+    # -- Tiers come and go ---------------------------------------------------------------------------------------------
+
+    def attach(self, tier: Tier, index: int) -> None:
+        """Use one more tier, as the `index`-th fastest."""
+        self._lanes = {**self._lanes, tier.name: _Lane(tier, self._share_bytes, self._write)}
+        self.tiers = (*self.tiers[:index], tier, *self.tiers[index:])
+
+    def hide(self, tier: Tier) -> None:
+        """Begin no reads from a tier; what waits to be written to it is written."""
+        self.tiers = tuple(other for other in self.tiers if other is not tier)
+
+    def show(self, tier: Tier, index: int) -> None:
+        """Undo `hide`."""
+        self.tiers = (*self.tiers[:index], tier, *self.tiers[index:])
+
+    def detach(self, tier: Tier) -> None:
+        """Forget a tier that was hidden, and close it when its writer is done."""
+        lane = self._lanes[tier.name]
+        self._lanes = {name: other for name, other in self._lanes.items() if other is not lane}
+        lane.is_leaving = True
+        lane.queue.put(None)
 
     # -- Down ----------------------------------------------------------------------------------------------------------
 
@@ -192,9 +215,9 @@ class Mover:
 
     def demote(self, tier: Tier, key: bytes, extent: memoryview) -> bool:
         """Copy an extent that leaves the tier above. Any thread; False if too much waits already."""
-        if self.has(tier, key) or not tier.is_usable:
+        lane = self._lanes.get(tier.name)
+        if lane is None or not tier.is_usable or tier.knows(key) or key in lane.pending:
             return True
-        lane = self._lanes[tier.name]
         buffer = lane.buffers.take(len(extent))
         if buffer is None:
             return False
@@ -217,6 +240,10 @@ class Mover:
 
     def fetch(self, digests: Sequence[bytes], first_block: int) -> Restore:
         """Begin to bring up blocks, `digests[0]` being that of `first_block`."""
+        if not self._is_reading:
+            self._is_reading = True
+            for reader in self._readers:
+                reader.start()
         restore = Restore(digests, first_block)
         self._restores.put(restore)
         return restore
@@ -234,12 +261,15 @@ class Mover:
 
     # -- The end -------------------------------------------------------------------------------------------------------
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was handed over is written; False if that took longer."""
+    def flush(self, timeout_s: float, tier: Tier | None = None) -> bool:
+        """Wait until all that was handed over (for one tier) is written; False if that took longer. Any thread."""
+        lanes = list(self._lanes.values()) if tier is None else [self._lanes[tier.name]]
         deadline_s = time.monotonic() + timeout_s
-        while self.num_pending and time.monotonic() < deadline_s:
+        while any(lane.pending for lane in lanes):
+            if time.monotonic() >= deadline_s:
+                return False
             time.sleep(0.002)
-        return not self.num_pending
+        return True
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the threads; one that hangs in a backend is left to end by itself."""
@@ -247,7 +277,7 @@ class Mover:
             lane.queue.put(None)
         for _ in self._readers:
             self._restores.put(None)
-        for thread in [*(lane.thread for lane in self._lanes.values()), *self._readers]:
+        for thread in [*(lane.thread for lane in self._lanes.values()), *(self._readers if self._is_reading else ())]:
             thread.join(timeout_s)
         for tier in self.tiers:
             tier.close()
@@ -270,6 +300,8 @@ class Mover:
             elif isinstance(job, _Delete):
                 lane.tier.delete(job.keys)
             elif job is None:
+                if lane.is_leaving:
+                    lane.tier.close()
                 return
 
     def _put(self, lane: _Lane, stores: list[_Store]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 from spolia.errors import StorageUnavailable
 
 from .backend import Buffer, Health, StorageBackend
-from .extent import Checksum, ExtentError, Sealer, open_extent
+from .extent import Checksum, ExtentError, ExtentHeader, Sealer, extent_bytes, open_extent
+from .keys import BLOCK_SIZE, DIGEST_BYTES, link, root_digest
 
 __all__ = ["Tier", "TierState", "TierStats"]
 
@@ -124,6 +126,27 @@ class Tier:
             state = self._state()
             return state is TierState.UP or (
                 state is TierState.DOWN and self._retry_s is not None and self._clock() >= self._retry_s
+            )
+
+    def probe(self) -> None:
+        """Write, read and delete something, to see whether all of that works.
+
+        Raises:
+            StorageUnavailable: it does not; says why.
+        """
+        token_ids = bytes(4 * BLOCK_SIZE)
+        parent = root_digest(namespace := os.urandom(DIGEST_BYTES))
+        header = ExtentHeader(namespace, parent, link(parent, token_ids), 0, 0, token_ids, "probe", 64)
+        encoded = header.encode()
+        extent = bytearray(encoded.ljust(extent_bytes(len(encoded), 64), b"?"))
+        wanted = bytes(extent[len(encoded) : len(encoded) + 64])
+        is_put = self.put([header.key], [memoryview(extent)]) == 1
+        (payload,) = self.get_into([header.key], [memoryview(bytearray(len(extent)))])
+        self.delete([header.key])
+        if not is_put or payload is None or payload.tobytes() != wanted:
+            stats = self.stats
+            raise StorageUnavailable(
+                f"tier {self.name} does not work: {stats.reason or 'it does not keep what it takes'}"
             )
 
     def knows(self, key: bytes) -> bool:
