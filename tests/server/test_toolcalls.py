@@ -121,11 +121,8 @@ def test_any_text_in_any_pieces_is_read_as_it_is_whole(family, text, data):
 
 @pytest.mark.parametrize("family", FORMATS)
 def test_a_reply_that_was_begun_goes_on_from_there(family):
-    beginning = FORMATS[family].beginning("weather")
-    assert read(family, ' {"city": "Rome"}}', begun_with=beginning, one_call=True) == ("", [ROME])
-    key = FORMATS[family].argument_key
-    rest = f'weather", "{key}": {{"city": "Rome"}}}}'
-    assert read(family, rest, begun_with=FORMATS[family].beginning(None)) == ("", [ROME])
+    call = f'{{"name": "weather", "{FORMATS[family].argument_key}": {{"city": "Rome"}}}}'
+    assert read(family, call, begun_with=FORMATS[family].beginning, one_call=True) == ("", [ROME])
 
 
 def test_arguments_are_told_before_their_end_and_the_name_first():

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from spolia.engine import AsyncEngine, EngineConfig
 
-from .harness import scripted_engine, serving
+from .harness import chatty_engine, scripted_engine, serving
 
 TOOLS: list[Any] = [
     {
@@ -111,6 +111,37 @@ def test_a_call_that_must_be_is_begun_for_the_model(client, choice):
     assert forced.choices[0].message.tool_calls[0].function.name == "weather"
     assert json.loads(forced.choices[0].message.tool_calls[0].function.arguments) == {"city": "Rome"}
     assert streamed(ask(client, "rome", tool_choice=choice, stream=True))[1][0]["name"] == "weather"
+
+
+def test_a_call_that_must_be_has_the_form_of_its_schema_whatever_the_model():
+    engine = chatty_engine(num_blocks=64)
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 5}, "yes": {"type": "boolean"}},
+        "required": ["n", "yes"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("first", "second")]
+    second = {"type": "function", "function": {"name": "second"}}
+    messages = [{"role": "user", "content": "x"}]
+    with serving({"toy": engine}) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        for seed, (choice, names) in enumerate([("required", {"first", "second"}), (second, {"second"})] * 5):
+            reply = client.chat.completions.create(
+                model="toy", messages=messages, tools=tools, tool_choice=choice, seed=seed, max_tokens=300
+            )
+            (call,) = reply.choices[0].message.tool_calls
+            assert call.function.name in names
+            arguments = json.loads(call.function.arguments)
+            assert arguments["n"] in range(1, 6)
+            assert isinstance(arguments["yes"], bool)
+            assert reply.choices[0].finish_reason == "tool_calls"
+    asyncio.run(engine.aclose())
+
+
+def test_a_call_and_a_form_cannot_both_be_had(client):
+    form = {"type": "json_object"}
+    with pytest.raises(BadRequestError, match="cannot be both"):
+        ask(client, "rome", tool_choice="required", response_format=form)
 
 
 def test_without_tools_a_call_is_text(client):

@@ -108,7 +108,7 @@ class ChatEndpoint:
             "chatcmpl",
             served,
             [ids],
-            params if tool_use is None else [tool_use.params(each, model) for each in params],
+            params if tool_use is None else [await tool_use.prepare(each, served.engine) for each in params],
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
             wishes=body.wishes(),

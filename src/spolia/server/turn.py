@@ -75,9 +75,10 @@ class Turn:
         """Queue the turn. Errors are those of `Conversation.encode` and `Answer.submit`."""
         model, tool_use = served.engine.model, conversation.tool_use
         ids = await conversation.encode(served)
-        if tool_use is not None:
-            params = tool_use.params(params, model)
-        await served.engine.prepare(params)
+        if tool_use is None:
+            await served.engine.prepare(params)
+        else:
+            params = await tool_use.prepare(params, served.engine)
         answer = Answer.submit(
             kind,
             served,

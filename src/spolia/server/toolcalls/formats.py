@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["FORMATS", "Format", "format_of"]
 
@@ -44,12 +44,25 @@ class Format:
     hint: str
     new_id: Callable[[], str] = _openai_id
 
-    def beginning(self, name: str | None) -> str:
-        """How a reply begins that must call a tool: `name`, or whichever the model goes on to name."""
-        head = self.opening + ("\n" if self.closing and not self.in_list else "") + ("[" if self.in_list else "")
-        if name is None:
-            return head + '{"name": "'
-        return f"{head}{{{json.dumps('name')}: {json.dumps(name, ensure_ascii=False)}, {json.dumps(self.argument_key)}:"
+    @property
+    def beginning(self) -> str:
+        """How a reply begins that must call a tool: a call's JSON object follows."""
+        return self.opening + ("\n" if self.closing and not self.in_list else "") + ("[" if self.in_list else "")
+
+    def call_schema(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The JSON schema of a call of one of `tools`, which are OpenAI's descriptions."""
+        return {"anyOf": [self._schema_of(tool["function"]) for tool in tools]}
+
+    def _schema_of(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                self.argument_key: function.get("parameters") or {"type": "object"},
+            },
+            "required": ["name", self.argument_key],
+            "additionalProperties": False,
+        }
 
 
 FORMATS: dict[str, Format] = {

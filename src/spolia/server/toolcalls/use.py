@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spolia.engine import SamplingParams
+from spolia.engine import AsyncEngine, SamplingParams, StructuredOutput
 from spolia.errors import InvalidRequest
 from spolia.models import Model
 from spolia.server.toolcalls.formats import FORMATS, Format, format_of
@@ -20,7 +20,7 @@ class ToolUse:
     """
     Attributes:
         tools: as OpenAI describes them, checked.
-        must_call: the reply must be a call: it is begun for the model, who can but go on.
+        must_call: the reply must be a call: it is begun for the model, and held to the tools' schemas.
         name: of the tool to call, with `must_call`; None leaves the choice to the model.
         parallel: whether more than one call is welcome.
     """
@@ -62,17 +62,41 @@ class ToolUse:
 
     def beginning(self, model: Model) -> str:
         """What the reply is begun with, after the generation prompt."""
-        return self.format(model).beginning(self.name) if self.must_call else ""
+        return self.format(model).beginning if self.must_call else ""
 
     def parser(self, model: Model) -> ToolCallParser:
         names = {tool["function"]["name"] for tool in self.tools}
         return ToolCallParser(
             self.format(model),
             names,
-            one_call=not self.parallel or self.name is not None,
+            one_call=not self.parallel or self.must_call,
             begun_with=self.beginning(model),
         )
 
     def params(self, params: SamplingParams, model: Model) -> SamplingParams:
-        """With the marks of calls in the text, where they are special tokens."""
-        return replace(params, skip_special_tokens=False) if self.format(model).is_special else params
+        """With the marks of calls in the text, where they are special tokens, and the form of a call that must be."""
+        format_ = self.format(model)
+        if format_.is_special:
+            params = replace(params, skip_special_tokens=False)
+        if not self.must_call:
+            return params
+        if params.structured_outputs is not None:
+            raise InvalidRequest(
+                "a call must be made and the answer have a form of its own: it cannot be both; send tool_choice auto",
+                param="tool_choice",
+            )
+        tools = [tool for tool in self.tools if self.name in (None, tool["function"]["name"])]
+        return replace(params, structured_outputs=StructuredOutput.of({"json": format_.call_schema(tools)}))
+
+    async def prepare(self, params: SamplingParams, engine: AsyncEngine) -> SamplingParams:
+        """`params` with all that the use of tools needs, and its form compiled.
+
+        Raises:
+            InvalidRequest: a tool's schema cannot be compiled.
+        """
+        params = self.params(params, engine.model)
+        try:
+            await engine.prepare(params)
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error).replace("structured_outputs", "tools", 1), param="tools") from None
+        return params
