@@ -131,6 +131,9 @@ class ByteTokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id == EOS
 
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+
     def token_bytes(self, token_id: int) -> bytes:
         return b"" if token_id == EOS else bytes([token_id])
 

@@ -20,12 +20,12 @@ from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer, StepStats
 from spolia.engine.inspection import LaneView, lanes
 from spolia.engine.llm import LLM
-from spolia.engine.outputs import Counters, Delta, EngineStats, FinishReason, RequestOutput, Timings
+from spolia.engine.outputs import BeamOutput, Counters, Delta, EngineStats, FinishReason, RequestOutput, Timings
 from spolia.engine.request import Request, Sequence
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
 from spolia.engine.sessions import Session, SessionBusy, SessionStore, SessionTurn, UnknownSession
-from spolia.generation import SamplingParams, StructuredOutput, TokenLogprobs
+from spolia.generation import BeamParams, SamplingParams, StructuredOutput, TokenLogprobs
 from spolia.kvcache import (
     DEFAULT_PRIORITY,
     CacheStats,
@@ -45,6 +45,8 @@ __all__ = [
     "LLM",
     "Admission",
     "AsyncEngine",
+    "BeamOutput",
+    "BeamParams",
     "CacheStats",
     "CacheView",
     "Counters",

@@ -16,15 +16,17 @@ from numpy.typing import NDArray
 from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import Observer
-from spolia.engine.outputs import Delta, EngineStats, RequestOutput
+from spolia.engine.outputs import BeamOutput, Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request
 from spolia.engine.thread import EngineThread
 from spolia.errors import InvalidRequest, SpoliaError
-from spolia.generation import SamplingParams
+from spolia.generation import BeamParams, BeamSearch, LogitsTap, SamplingParams
 from spolia.models import Model
 from spolia.tiers import TierUse
 
 __all__ = ["LLM"]
+
+_HOPELESS = -1e8  # beams below it are placeholders, or have ended
 
 Ids: TypeAlias = NDArray[np.int32]
 _Mail: TypeAlias = "queue.SimpleQueue[tuple[int, Delta | SpoliaError]]"
@@ -132,6 +134,38 @@ class LLM:
         """
         request = self._engine.admission.admit(prompt, params, cache_salt=cache_salt)
         return (delta for _, delta in self._run([request]))
+
+    def beam_search(
+        self, prompt: str | list[int] | Ids, params: BeamParams | None = None, *, cache_salt: str = ""
+    ) -> list[BeamOutput]:
+        """The likeliest continuations of a prompt, best first, as beam search finds them.
+
+        Beams share in the cache all that they have in common: a beam that forks copies at most the part of a block.
+
+        Raises:
+            InvalidRequest: the prompt and `max_tokens` do not fit the context.
+        """
+        params = BeamParams() if params is None else params
+        admission = self._engine.admission
+        checked = SamplingParams(max_tokens=params.max_tokens, stop_token_ids=params.stop_token_ids)
+        request = admission.admit(prompt, checked, cache_salt=cache_salt)
+        final_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(admission.eos_token_ids))
+        search = BeamSearch(params, final_ids)
+        prompt_ids = request.prompt_token_ids.tolist()
+        log_probs = np.full((params.num_beams, admission.vocab_size), -np.inf, np.float32)
+        while not search.is_over:
+            # At first all beams are the prompt; later a beam that has no chance need not be computed.
+            alive = [index for index, beam in enumerate(search.running) if beam.score > _HOPELESS]
+            rows = [LogitsTap() for _ in alive]
+            one = [SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logits_processors=(r,)) for r in rows]
+            prompts = [prompt_ids + list(search.running[index].token_ids) for index in alive]
+            self.generate(prompts, one, cache_salt=cache_salt)
+            log_probs[:] = 0.0
+            for index, row in zip(alive, rows, strict=True):
+                log_probs[index] = row.log_probs
+            search.advance(log_probs)
+        tokenizer = self.model.tokenizer
+        return [BeamOutput(beam.token_ids, tokenizer.decode(beam.token_ids), beam.score) for beam in search.answers]
 
     def chat(
         self,

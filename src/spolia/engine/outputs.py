@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from spolia.generation import TokenLogprobs
 from spolia.kvcache import Explanation, Ledger, Outcome, TokenRange
 from spolia.tiers import TierStats
 
-__all__ = ["Counters", "Delta", "EngineStats", "FinishReason", "RequestOutput", "Timings"]
+__all__ = ["BeamOutput", "Counters", "Delta", "EngineStats", "FinishReason", "RequestOutput", "Timings"]
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -76,6 +76,19 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+
+
+class BeamOutput(NamedTuple):
+    """A continuation that beam search found.
+
+    Attributes:
+        token_ids: generated ids, the one that ended it included.
+        score: sum of log-probabilities, divided by the length to the power of the length penalty.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    score: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,13 @@ its parameters, its seed and its position, to the bit, whoever its neighbours in
 
 from __future__ import annotations
 
+from spolia.generation.beams import Beam, BeamParams, BeamSearch
 from spolia.generation.drafting import MAX_DRAFTS, DraftPace, prompt_lookup
 from spolia.generation.healing import Healing
 from spolia.generation.history import History
 from spolia.generation.params import FILTER_NAMES, MAX_LOGPROBS, SamplingParams
 from spolia.generation.pipeline import FILTERS, PROCESSORS, Pipeline, build_pipeline
-from spolia.generation.processors import Processor, Watermark, WatermarkDetector, import_processor
+from spolia.generation.processors import LogitsTap, Processor, Watermark, WatermarkDetector, import_processor
 from spolia.generation.reasoning import ReasoningPart, ReasoningSplitter
 from spolia.generation.sampler import RowSampling, Sampler, Samples, TokenLogprobs
 from spolia.generation.stop_regex import PatternTextStream, StopPattern
@@ -26,9 +27,13 @@ __all__ = [
     "MAX_DRAFTS",
     "MAX_LOGPROBS",
     "PROCESSORS",
+    "Beam",
+    "BeamParams",
+    "BeamSearch",
     "DraftPace",
     "Healing",
     "History",
+    "LogitsTap",
     "PatternTextStream",
     "Pipeline",
     "Processor",

@@ -13,7 +13,7 @@ from spolia.errors import InvalidRequest
 from spolia.generation.history import History
 from spolia.generation.processors.base import Logits, Processor
 
-__all__ = ["TransformersProcessor", "import_processor", "own_processor"]
+__all__ = ["LogitsTap", "TransformersProcessor", "import_processor", "own_processor"]
 
 _PARAM = "logits_processors"
 
@@ -83,3 +83,19 @@ def _make(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         raise InvalidRequest(
             f"{_PARAM}: {factory!r} does not take {dict(arguments)!r}: {error}", param=_PARAM
         ) from None
+
+
+class LogitsTap:
+    """Changes nothing, and keeps what it saw: for searches that choose tokens themselves; a processor.
+
+    Attributes:
+        log_probs: float32 `[vocab_size]` of the last row; empty before there was one.
+    """
+
+    def __init__(self) -> None:
+        self.log_probs: Logits = np.empty(0, np.float32)
+
+    def process(self, logits: Logits, rows: Sequence[History]) -> None:
+        row = logits[-1]
+        shifted = row - row.max()
+        self.log_probs = shifted - np.float32(np.log(np.exp(shifted).sum(dtype=np.float64)))
