@@ -458,3 +458,31 @@ def test_with_a_key_nothing_readable_reaches_the_disk_and_another_key_reads_noth
     assert_right(output, CONVERSATION)
     assert output.num_cached_tokens == 0
     saved(stranger)
+
+
+def test_what_goes_between_the_check_and_the_read_ends_the_restore_there():
+    backend = with_stored_conversation()
+    keys = list(backend.values)
+    exists = backend.exists
+
+    def check_then_lose(asked: Sequence[bytes]) -> list[bool]:
+        found = exists(asked)
+        backend.values.pop(keys[7], None)
+        return found
+
+    backend.exists = check_then_lose  # type: ignore[method-assign]
+    engine = on_tier(backend)
+    output = answer(engine, CONVERSATION)
+    assert_right(output, CONVERSATION)
+    assert output.num_cached_tokens == 7 * BLOCK_SIZE
+    saved(engine)
+
+
+def test_prompts_whose_tokens_are_scored_are_computed_and_not_restored():
+    backend = with_stored_conversation()
+    engine = on_tier(backend)
+    output = answer(engine, CONVERSATION, SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=0))
+    assert_right(output, CONVERSATION)
+    assert output.num_cached_tokens == 0
+    assert "get_into" not in backend.calls
+    saved(engine)
