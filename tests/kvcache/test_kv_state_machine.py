@@ -93,6 +93,10 @@ class CacheMachine(RuleBasedStateMachine):
     def pin(self, number, namespace, ttl_s):
         self.world.cache.pin(namespace, self.prompts[number % len(self.prompts)], ttl_s)
 
+    @rule(namespace=NAMESPACES, blocks=st.integers(0, 14))
+    def set_quota(self, namespace, blocks):
+        self.world.cache.set_quota(namespace, "one" if namespace == b"ns" else "two", 16 * blocks)
+
     @rule(number=PICK)
     def unpin(self, number):
         pins = self.world.cache.pins()

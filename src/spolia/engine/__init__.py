@@ -18,6 +18,7 @@ from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.async_engine import AsyncEngine, TokenStream
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer, StepStats
+from spolia.engine.fairness import Tenant
 from spolia.engine.inspection import LaneView, lanes
 from spolia.engine.llm import LLM
 from spolia.engine.outputs import BeamOutput, Counters, Delta, EngineStats, FinishReason, RequestOutput, Timings
@@ -76,6 +77,7 @@ __all__ = [
     "StepPlan",
     "StepStats",
     "StructuredOutput",
+    "Tenant",
     "TierState",
     "TierStats",
     "Timings",

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from spolia.engine.fairness import Tenant
 from spolia.engine.request import Request
 from spolia.errors import InvalidRequest
 from spolia.generation import Healing, SamplingParams, StopPattern, Vocabulary, build_pipeline
@@ -69,11 +70,13 @@ class Admission:
         request_id: str | None = None,
         cache_salt: str = "",
         wishes: Sequence[Wish] = (),
+        tenant: Tenant | None = None,
     ) -> Request:
         """A request that can be answered.
 
         Args:
             wishes: how long its KV is worth keeping, by token range.
+            tenant: who it is for; None where nobody is told apart.
 
         Raises:
             InvalidRequest: it cannot, ever; says which value, which limit and what to do.
@@ -110,6 +113,7 @@ class Admission:
             num_truncated_tokens=num_truncated_tokens,
             arrival_s=self.clock(),
             wishes=tuple(wishes),
+            tenant=tenant or Tenant(),
         )
 
     def _token_ids(self, prompt: str | Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:

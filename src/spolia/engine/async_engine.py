@@ -13,6 +13,7 @@ from typing import TypeVar
 from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer
+from spolia.engine.fairness import Tenant
 from spolia.engine.outputs import Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request
 from spolia.engine.thread import EngineThread
@@ -86,6 +87,7 @@ class AsyncEngine:
         request_id: str | None = None,
         cache_salt: str = "",
         wishes: Sequence[Wish] = (),
+        tenant: Tenant | None = None,
     ) -> TokenStream:
         """Submit a request. Returns at once; call it on the event loop that will read the stream.
 
@@ -98,6 +100,7 @@ class AsyncEngine:
             request_id: unique among the requests in flight; None makes one.
             cache_salt: only requests with the same salt share KV.
             wishes: how long its KV is worth keeping, by token range.
+            tenant: who it is for; None where nobody is told apart.
 
         Raises:
             InvalidRequest: it can never be answered; nothing was submitted.
@@ -105,7 +108,7 @@ class AsyncEngine:
             Bug: the engine has failed; see `failure`.
         """
         request = self._engine.admission.admit(
-            prompt, params, request_id=request_id, cache_salt=cache_salt, wishes=wishes
+            prompt, params, request_id=request_id, cache_salt=cache_salt, wishes=wishes, tenant=tenant
         )
         mailbox = _Mailbox(self._outbox())
         self._thread.submit([(request, mailbox)])

@@ -92,7 +92,12 @@ class EngineCore:
         self._drafter = drafter
         self._check = check
         self._max_batch_tokens = max_batch_tokens
-        self._scheduler = Scheduler(cache, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
+        self._scheduler = Scheduler(
+            cache,
+            max_batch_tokens=max_batch_tokens,
+            max_sequences=max_sequences,
+            token_bytes=sum(map(executable.block_bytes, range(len(cache.groups)))) // cache.block_size,
+        )
         self._runner = Runner(
             executable,
             num_groups=len(cache.groups),

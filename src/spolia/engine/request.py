@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from spolia.engine.fairness import Tenant
 from spolia.engine.outputs import FinishReason, RequestOutput, Timings
 from spolia.errors import Bug
 from spolia.generation import DraftPace, Pipeline, RowSampling, SamplingParams, StopPattern, TextStream, TokenLogprobs
@@ -43,6 +44,7 @@ class Request:
         final_ids: generating one of these ends the answer.
         arrival_s: when it was submitted, by the engine's clock.
         wishes: how long its KV is worth keeping, by token range.
+        tenant: who it is for.
         stop_pattern: ends the answer where its text first matches.
         num_skipped_bytes: of the answer's beginning, which the prompt has already shown.
         num_truncated_tokens: dropped from the prompt, which was too long.
@@ -58,6 +60,7 @@ class Request:
     final_ids: frozenset[int]
     arrival_s: float
     wishes: tuple[Wish, ...] = ()
+    tenant: Tenant = Tenant()  # noqa: RUF009 - frozen
     pipeline: Pipeline | None = None
     stop_pattern: StopPattern | None = None
     num_skipped_bytes: int = 0

@@ -21,13 +21,13 @@ another; with nothing running, the first in order is admitted without regard to 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
+from spolia.engine.fairness import FairShares, Tenant, WaitingRoom
 from spolia.engine.request import Sequence
 from spolia.errors import Bug
 from spolia.kernels import BLOCK_SIZE
@@ -79,13 +79,16 @@ class Scheduler:
 
     Args:
         max_batch_tokens: token budget of a step, at least `max_sequences`.
+        token_bytes: a token's KV in all groups.
     """
 
-    def __init__(self, cache: KVCache, *, max_batch_tokens: int, max_sequences: int) -> None:
+    def __init__(self, cache: KVCache, *, max_batch_tokens: int, max_sequences: int, token_bytes: int = 1) -> None:
         self._cache = cache
+        self._token_bytes = token_bytes
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
-        self._waiting: dict[str, Sequence] = {}  # in order of arrival
+        self._waiting = WaitingRoom()
+        self._shares = FairShares()
         self._preempted: deque[Sequence] = deque()  # oldest first
         self._running: list[Sequence] = []  # oldest first
         self._free_lanes = list(range(max_sequences - 1, -1, -1))
@@ -107,10 +110,11 @@ class Scheduler:
 
     def sequences(self) -> Iterable[Sequence]:
         """All of them: running, preempted, waiting."""
-        return [*self._running, *self._preempted, *self._waiting.values()]
+        return [*self._running, *self._preempted, *self._waiting]
 
     def submit(self, sequence: Sequence) -> None:
-        self._waiting[sequence.request.request_id] = sequence
+        self._waiting.add(sequence)
+        self._shares.enter(sequence.request.tenant)
         self._is_full = False
 
     def finish(self, sequence: Sequence) -> None:
@@ -119,8 +123,9 @@ class Scheduler:
             self._running.remove(sequence)
             self._stop_running(sequence, sequence.outcome)
             self._headroom = max(1, self._headroom - 1)
-        elif self._waiting.pop(sequence.request.request_id, None) is None:
+        elif not self._waiting.discard(sequence):
             self._preempted.remove(sequence)
+        self._shares.leave(sequence.request.tenant)
 
     def plan_step(self) -> StepPlan:
         """Choose which tokens the next step computes; empty only if there are no sequences.
@@ -130,14 +135,18 @@ class Scheduler:
         """
         plan = StepPlan()
         budget = self.max_batch_tokens
+        grants = self._grants(budget) if self._shares.num_tenants > 1 else None
         index = 0
         while index < len(self._running):
             sequence = self._running[index]
             num_behind = len(self._running) - index - 1
             start = sequence.num_computed_tokens
-            stop = min(sequence.num_tokens, start + budget - num_behind)
+            most = budget - num_behind
+            if grants is not None and sequence.num_pending_tokens > 1:
+                most = min(most, grants[index])
+            stop = min(sequence.num_tokens, start + most)
             if sequence.num_drafts or sequence.is_scoring:
-                stop = self._stop_of_special(sequence, start, stop, start + budget - num_behind, plan)
+                stop = self._stop_of_special(sequence, start, stop, start + most, plan)
             if stop <= sequence.num_slots or self._grow(sequence, stop, plan):
                 plan.entries.append(Entry(sequence, start, stop))
                 budget -= stop - start
@@ -147,6 +156,39 @@ class Scheduler:
         if not plan.entries and self.num_waiting:
             raise Bug(f"{self.num_waiting} sequences wait, none runs, and none could be admitted")
         return plan
+
+    def _grants(self, budget: int) -> list[int]:
+        """Tokens of the budget for each running sequence: one each, and of the rest each tenant's share for prompts.
+
+        Within a tenant the oldest goes first; what one tenant does not need goes to the others. The share of a tenant
+        that only waits is left, so that it can be admitted in this step.
+        """
+        grants = [1] * len(self._running)
+        left = budget - len(grants)
+        running = {sequence.request.tenant for sequence in self._running}
+        if self._free_lanes and not self._is_full:
+            waiting = {self._waiting.oldest(name, 1)[0].request.tenant for name in self._waiting.tenants()} - running
+            total = sum(tenant.weight for tenant in running | waiting)
+            left -= int(left * sum(tenant.weight for tenant in waiting) / total)
+        pending: dict[Tenant, deque[int]] = {}
+        for index, sequence in enumerate(self._running):
+            if sequence.num_pending_tokens > 1:
+                pending.setdefault(sequence.request.tenant, deque()).append(index)
+        while left > 0 and pending:
+            share = left / sum(tenant.weight for tenant in pending)
+            for tenant, indices in list(pending.items()):
+                mine = min(left, max(1, int(share * tenant.weight)))
+                while mine > 0 and indices:
+                    wanted = self._running[indices[0]].num_pending_tokens - grants[indices[0]]
+                    taken = min(mine, wanted)
+                    grants[indices[0]] += taken
+                    mine -= taken
+                    left -= taken
+                    if taken == wanted:
+                        indices.popleft()
+                if not indices:
+                    del pending[tenant]
+        return grants
 
     def _stop_of_special(self, sequence: Sequence, start: int, stop: int, most: int, plan: StepPlan) -> int:
         """How far a sequence goes of whose tokens more than the last have logits that are wanted.
@@ -230,23 +272,41 @@ class Scheduler:
             num_granted = self._start(sequence, plan, budget)
             if num_granted is None:
                 return
-            for earlier in self._waiting.values():
-                if earlier is sequence:
-                    break
-                earlier.num_passed_over += 1
-            del self._waiting[sequence.request.request_id]
+            self._waiting.start(sequence)
             budget -= num_granted
             if not budget or not self._free_lanes:
                 return
 
-    def _admission_order(self) -> list[tuple[Sequence, int]]:
-        """The oldest waiting sequences and how many of their tokens are cached, in the order to start them."""
+    def _admission_order(self) -> Iterator[tuple[Sequence, int]]:
+        """Waiting sequences and how many of their tokens are cached, in the order to start them.
+
+        Each time the tenant of the least account is next: it may have been charged for the one before.
+        """
+        orders = {name: deque(self._order_of(name)) for name in self._waiting.tenants()}
+        while orders:
+            name = min(orders, key=self._shares.account)
+            sequence, num_cached_tokens = orders[name].popleft()
+            if not orders[name] or not self._may_start(sequence.request.tenant):
+                del orders[name]
+                if not self._may_start(sequence.request.tenant):
+                    continue
+            yield sequence, num_cached_tokens
+
+    def _order_of(self, tenant: str) -> list[tuple[Sequence, int]]:
+        """One tenant's oldest sequences, in the order to start them."""
         candidates = [
             (sequence, self._cache.probe(sequence.request.namespace, sequence.known_ids))
-            for sequence in islice(self._waiting.values(), LOOKAHEAD)
+            for sequence in self._waiting.oldest(tenant, LOOKAHEAD)
         ]
         # The sort is stable, so equals stay in order of arrival.
         return sorted(candidates, key=lambda candidate: (not _has_aged(candidate[0]), -candidate[1]))
+
+    def _may_start(self, tenant: Tenant) -> bool:
+        """Whether this tenant may have one more lane: where tenants are told apart, none takes the last quarter."""
+        if not tenant.name:
+            return True
+        num_lanes = sum(sequence.request.tenant.name == tenant.name for sequence in self._running)
+        return num_lanes < max(1, self.max_sequences - self.max_sequences // 4)
 
     def _is_being_computed(self, sequence: Sequence, num_cached_tokens: int) -> bool:
         """Whether a running prefill is about to compute tokens that `sequence` would have to compute.
@@ -269,6 +329,8 @@ class Scheduler:
     def _start(self, sequence: Sequence, plan: StepPlan, budget: int) -> int | None:
         """Make `sequence` run and grant it tokens; their number, or None, with nothing changed, if there is no room."""
         request = sequence.request
+        if request.tenant.kv_quota is not None:
+            self._cache.set_quota(request.namespace, request.tenant.name, request.tenant.kv_quota // self._token_bytes)
         lease = self._cache.open(
             request.namespace,
             sequence.reusable_ids,
@@ -288,6 +350,8 @@ class Scheduler:
             sequence.num_computed_tokens = sequence.num_slots = 0
             self._is_full = True
             return None
+        if not sequence.num_ever_computed_tokens:
+            self._shares.charge(request.tenant, sequence.num_tokens - start)
         sequence.lane = self._free_lanes.pop()
         self._running.append(sequence)
         plan.entries.append(Entry(sequence, start, stop))

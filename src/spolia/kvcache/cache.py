@@ -270,6 +270,8 @@ class KVCache:
             self._tree.retire_root(node)
         else:
             self._evictor.prune(node)
+        if self._retention.owners:
+            self._hold_to_quota(lease.beneficiary.namespace)
 
     # -- What other tiers need -----------------------------------------------------------------------------------------
 
@@ -345,6 +347,19 @@ class KVCache:
         """The conversation of these tokens is closed: what it alone uses goes first of all, whatever the policy."""
         path, length = self._tree.match(namespace, _as_ids(token_ids))
         self._retention.spend([node for node in reversed(path) if node.end <= length])
+
+    def set_quota(self, namespace: bytes, owner: str, quota_tokens: int) -> None:
+        """Let an owner's namespaces have so many tokens cached at most, together.
+
+        What is leased is not counted out: running sequences are the scheduler's to bound. When they end, or need
+        room, the owner's least valuable content goes until the quota holds again, however much room there is.
+        """
+        self._retention.set_quota(namespace, owner, quota_tokens, self._tree.nodes(namespace))
+
+    def _hold_to_quota(self, namespace: bytes, num_new_tokens: int = 0) -> None:
+        owner = self._retention.owners.get(namespace)
+        if owner is not None and owner.num_tokens + num_new_tokens > owner.quota_tokens:
+            self._evictor.trim(owner, max(0, owner.quota_tokens - num_new_tokens))
 
     def pin(self, namespace: bytes, token_ids: ArrayLike, ttl_s: float | None = None) -> Pin | None:
         """Let what is cached of these tokens go last of all: only if a running sequence could not go on otherwise.
@@ -469,6 +484,8 @@ class KVCache:
         if any(num_new > pool.num_free + pool.num_cached for pool in self._pools):
             return False  # hopeless: evict nothing in vain
         self._pins.lift_expired()
+        if self._retention.owners:
+            self._hold_to_quota(lease.beneficiary.namespace, num_new * self.block_size)
         if self._evictor.make_room(self._num_to_take(lease, num_new), lease.beneficiary):
             return True
         return self._claim_tail(lease) and self._evictor.make_room(self._num_to_take(lease, num_new), lease.beneficiary)

@@ -21,7 +21,7 @@ from .events import EventLog
 from .explain import NOBODY, Beneficiary, Eviction, MissReason
 from .int_buffer import Ids
 from .radix_tree import RadixNode, RadixTree
-from .retention import Retention
+from .retention import Owner, Retention
 from .stats import CacheStats
 
 __all__ = ["Evictor", "OnEvict"]
@@ -58,9 +58,9 @@ class Evictor:
             for group, (window, count) in enumerate(zip(self._tree.windows, num_blocks, strict=True))
         )
 
-    def cut(self, node: RadixNode, end: int) -> None:
-        """Drop a leaf's tokens from `end` on, to make room."""
-        policy = self._retention.policy.name
+    def cut(self, node: RadixNode, end: int, *, cause: str | None = None) -> None:
+        """Drop a leaf's tokens from `end` on, to make room; `cause` if it was not the policy."""
+        policy = cause or self._retention.policy.name
         before = [pool.num_free for pool in self._tree.pools]
         now = self._retention.clock()
         reason = MissReason.EXPIRED if self._retention.has_expired(node, now) else MissReason.EVICTED
@@ -70,6 +70,27 @@ class Evictor:
         self._stats.num_evicted_tokens += num_tokens
         for group, num_free in enumerate(before):
             self._note_freed(group, num_free)
+
+    def trim(self, owner: Owner, num_tokens: int) -> None:
+        """Give up an owner's least valuable content until it has `num_tokens` at most, or only what is leased."""
+        block_size = self._tree.block_size
+        self._retention.review()
+        while (excess := owner.num_tokens - num_tokens) > 0:
+            leaf = owner.leaves.pop()
+            if leaf is None:
+                return
+            if leaf.children:
+                continue  # it is offered again when the last of them goes
+            furthest = self.evictable_end(leaf)
+            end = max(furthest, (leaf.end - excess) // block_size * block_size)
+            if end >= leaf.end:
+                continue  # leased to its tail; it is offered again when the lease ends
+            parent = leaf.parent
+            self.cut(leaf, end, cause=f"quota of {owner.name}")
+            if end > furthest:
+                self._retention.offer(leaf)
+            elif end == leaf.start and parent is not None:
+                self.prune(parent)
 
     def prune(self, node: RadixNode) -> None:
         """Remove a leaf without any block, and so on upwards: there are such only where every group has a window."""

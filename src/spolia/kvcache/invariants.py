@@ -28,6 +28,8 @@ def check_invariants(tree: RadixTree, retention: Retention, evictor: Evictor, le
         _check_node(tree, node)
         if not node.children and evictor.evictable_end(node) < node.end:
             assert retention.is_offered(node), "an evictable leaf is not queued"
+            owner = retention.owners.get(node.namespace)
+            assert owner is None or node in owner.leaves, "an evictable leaf is not in its owner's queue"
         if not node.children and not node.cursors and not any((blocks.view >= 0).any() for blocks in node.blocks):
             assert all(node in queues.live for queues in retention.window_queues.values()), "a bare leaf is not queued"
     _check_sizes(retention, nodes)
@@ -76,7 +78,10 @@ def _check_sizes(retention: Retention, nodes: list[RadixNode]) -> None:
         by_namespace[node.namespace] += node.end - node.start
         num_pinned += (node.end - node.start) * bool(node.standing.pins)
     assert retention.segment_tokens == by_segment, "segments' sizes differ from a recount"
-    assert retention.namespace_tokens == by_namespace, "namespaces' sizes differ from a recount"
+    for owner in set(retention.owners.values()):
+        owned = sum(by_namespace[name] for name, other in retention.owners.items() if other is owner)
+        assert owner.num_tokens == owned, "an owner's size differs from a recount"
+    assert retention.namespace_tokens == +by_namespace, "namespaces' sizes differ from a recount"
     assert retention.num_pinned_tokens == num_pinned, "the size of what is pinned differs from a recount"
 
 

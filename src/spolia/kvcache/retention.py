@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["EvictionQueue", "Retention"]
 
+MAX_OWNED_NAMESPACES = 4_096
+"""Namespaces under a quota that may be kept in mind though nothing of theirs is cached."""
+
 _EXPIRED, _PINNED = -1.0, 1_000.0
 
 
@@ -126,12 +129,23 @@ class _Alarms:
             heapq.heapify(self._heap)
 
 
+@dataclass(eq=False, slots=True)
+class Owner:
+    """Somebody with a quota: namespaces, their tokens, and their leaves by the policy's order."""
+
+    name: str
+    quota_tokens: int
+    num_tokens: int = 0
+    leaves: EvictionQueue = field(default_factory=EvictionQueue)
+
+
 class Retention:
     """Keys of nodes and the queues that they wait in.
 
     Attributes:
         segment_tokens: of each of the policy's segments, all nodes' tokens.
         namespace_tokens: of each namespace that has any.
+        owners: by namespace, of those that have a quota.
         num_pinned_tokens: tokens of pinned nodes.
     """
 
@@ -142,6 +156,7 @@ class Retention:
         self.segment_tokens = [0] * policy.num_segments
         self.namespace_tokens: Counter[bytes] = Counter()
         self.num_pinned_tokens = 0
+        self.owners: dict[bytes, Owner] = {}
         self._leaves = [EvictionQueue() for _ in range(policy.num_segments)]
         self._alarms = _Alarms()
         # Paths are long: what a policy does not listen to is not told.
@@ -166,6 +181,8 @@ class Retention:
             del self.namespace_tokens[node.namespace]
         if node.standing.pins:
             self.num_pinned_tokens += num_tokens
+        if self.owners and (owner := self.owners.get(node.namespace)) is not None:
+            owner.num_tokens += num_tokens
 
     def hit(self, path: Iterable[RadixNode]) -> None:
         """Another sequence reuses these nodes."""
@@ -228,6 +245,22 @@ class Retention:
         standing.pins = pins
         self._rank(node, self.clock())
 
+    def set_quota(self, namespace: bytes, name: str, quota_tokens: int, nodes: Iterable[RadixNode]) -> None:
+        """Put a namespace, with its `nodes`, under the quota of an owner of that name, who may have others too."""
+        if (known := self.owners.get(namespace)) is not None and known.name == name:
+            known.quota_tokens = quota_tokens
+            return
+        owner = next((owner for owner in self.owners.values() if owner.name == name), None)
+        owner = owner or Owner(name, quota_tokens)
+        owner.quota_tokens = quota_tokens
+        if len(self.owners) > MAX_OWNED_NAMESPACES:
+            self.owners = {key: held for key, held in self.owners.items() if self.namespace_tokens[key]}
+        if self.owners.get(namespace) is not owner:
+            self.owners[namespace] = owner
+            for node in nodes:
+                owner.num_tokens += node.end - node.start
+                self.offer(node)
+
     def has_expired(self, node: RadixNode, now: float) -> bool:
         """Whether nobody expects the node back: its time is over, or its conversation was closed."""
         return node.standing.is_spent or self._expiry(node) <= now
@@ -238,6 +271,8 @@ class Retention:
         """The node may have something to give up. Offering in vain does no harm; failing to offer is a leak."""
         if not node.children:
             self._leaves[node.standing.segment].push(node)
+            if self.owners and (owner := self.owners.get(node.namespace)) is not None:
+                owner.leaves.push(node)
         for queues in self.window_queues.values():
             queues.interior.push(node)
             queues.live.push(node)
@@ -277,6 +312,8 @@ class Retention:
         for leaves in self._leaves:
             leaves.discard(node)
         self._alarms.drop(node)
+        if self.owners and (owner := self.owners.get(node.namespace)) is not None:
+            owner.leaves.discard(node)
         for queues in self.window_queues.values():
             queues.interior.discard(node)
             queues.live.discard(node)

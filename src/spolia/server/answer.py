@@ -121,7 +121,12 @@ class Answer:
             for choice, (prompt, choice_params) in enumerate(itertools.product(prompts, params)):
                 id_ = f"{answer.id}-{choice}"
                 stream = served.engine.generate(
-                    prompt, choice_params, request_id=id_, cache_salt=caller.cache_salt(cache_salt), wishes=wishes
+                    prompt,
+                    choice_params,
+                    request_id=id_,
+                    cache_salt=caller.cache_salt(cache_salt),
+                    wishes=wishes,
+                    tenant=caller.share,
                 )
                 answer._streams.append(stream)
                 served.streams.add(stream)

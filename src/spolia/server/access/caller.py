@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from spolia.engine import Tenant
 from spolia.server.access.account import Account
 
 __all__ = ["Caller", "current_caller", "set_caller"]
@@ -28,6 +29,14 @@ class Caller:
     @property
     def tenant(self) -> str | None:
         return None if self.account is None else self.account.settings.tenant
+
+    @property
+    def share(self) -> Tenant | None:
+        """The tenant as the engine's scheduler knows it."""
+        if self.account is None:
+            return None
+        settings = self.account.settings
+        return Tenant(settings.tenant, settings.weight, settings.kv_quota)
 
     def cache_salt(self, asked: str) -> str:
         """The salt for the engine: the client's own, inside its tenant. Framed, so that none can leave its tenant."""

@@ -8,6 +8,8 @@
     tokens_per_minute = 100_000        # of prompts and answers
     tokens_per_day = 5_000_000
     max_concurrent = 8
+    weight = 2.0                       # the tenant's share of what is computed of prompts, beside others'; default 1
+    kv_quota = 2_000_000_000           # bytes of KV that the tenant may have cached
     priority = 50                      # of its KV, 0 to 100, where a request says nothing
     admin = true                       # may see what concerns everybody: metrics, slots, the cache
 
@@ -43,6 +45,8 @@ class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tokens_per_day: int | None = None
     max_concurrent: int | None = None
     priority: int | None = None
+    weight: float = 1.0
+    kv_quota: int | None = None
     admin: bool = False
 
     @property
@@ -91,9 +95,11 @@ def _check(path: Path, each: KeySettings) -> None:
         )
     if each.key_sha256 is not None and not _SHA256.fullmatch(each.digest):
         raise InvalidRequest(f"{where}: key_sha256 must be 64 hexadecimal digits, as `sha256sum` prints them")
-    for name in ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_concurrent"):
+    for name in ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_concurrent", "kv_quota"):
         value = getattr(each, name)
         if value is not None and value < 1:
             raise InvalidRequest(f"{where}: {name} is {value}; it must be at least 1, or left out")
+    if not 0 < each.weight < float("inf"):
+        raise InvalidRequest(f"{where}: weight is {each.weight}; it must be a positive number")
     if each.priority is not None and not 0 <= each.priority <= 100:
         raise InvalidRequest(f"{where}: priority is {each.priority}; it must be from 0 to 100")
