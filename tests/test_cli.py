@@ -130,7 +130,7 @@ def test_own_processors_are_named_on_the_command_line():
 
 def test_tier_flags_are_fields_of_the_engine_config():
     given = {"kv_disk": "/x", "kv_disk_size": 9, "kv_encrypt": "env:K", "kv_host": 8, "kv_write": "selective",
-             "kv_fetch": "wait", "kv_remote": "valkey://host"}  # fmt: skip
+             "kv_fetch": "wait", "kv_remote": "valkey://host", "kv_ttl_s": 60.0}  # fmt: skip
     assert EngineFlags(**given).config() == EngineConfig(**given)
 
 
@@ -141,6 +141,7 @@ def test_tier_flags_are_fields_of_the_engine_config():
         ({"kv_write": "often"}, "write_through, write_back, selective"),
         ({"kv_fetch": "soon"}, "planned, wait, timeout, best_effort"),
         ({"kv_host": 0}, "at least 1"),
+        ({"kv_ttl_s": 0.0}, "above 0"),
     ],
 )
 def test_tier_flags_that_are_impossible_are_refused(flags, words):

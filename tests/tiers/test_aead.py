@@ -14,11 +14,12 @@ from .samples import extent_of, headers, payload_of
 KEY = bytes(range(32))
 
 
-def test_the_payload_is_not_in_the_extent_and_two_seals_of_it_differ():
+def test_neither_payload_nor_token_ids_are_in_the_extent_and_two_seals_of_it_differ():
     (header,) = headers(1)
     one, other = extent_of(header, AesGcm(KEY)), extent_of(header, AesGcm(KEY))
     payload = payload_of(header)
     assert payload[:64] not in bytes(one)
+    assert header.token_ids[:16] not in bytes(one)
     assert bytes(one) != bytes(other)
 
 

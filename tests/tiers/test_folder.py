@@ -232,3 +232,16 @@ def test_entries_are_listed_the_least_recently_used_first(tmp_path):
     backend.touch(keys_of(3))
     assert [entry.key for entry in backend.entries()] == keys_of(3)[::-1]
     assert {entry.num_bytes for entry in backend.entries()} == {SIZE}
+
+
+def test_what_nobody_used_for_too_long_goes_at_the_start_and_by_and_by(tmp_path):
+    now_s = time.time()
+    backend = FolderBackend(tmp_path, ttl_s=100, clock=lambda: now_s)
+    backend.put(keys_of(3), values_of(3))
+    now_s += 90
+    backend.touch(keys_of(1))
+    now_s += 20  # 110 s since the put, 20 s since the touch
+    backend.put(keys_of(1, 9), values_of(1, 9))
+    assert backend.exists(keys_of(3)) == [True, False, False]
+    now_s += 200
+    assert FolderBackend(tmp_path, ttl_s=100, clock=lambda: now_s).health().num_entries == 0

@@ -198,3 +198,12 @@ def test_ones_own_class_is_named_by_its_import_path():
 def test_what_is_no_backend_is_refused(source, words):
     with pytest.raises(InvalidRequest, match=words):
         open_remote(source)
+
+
+def test_in_valkey_what_nobody_used_for_too_long_goes(server):
+    backend = open_remote(server_url(server), ttl_s=1.5)
+    backend.put(keys_of(2), values_of(2))
+    time.sleep(0.9)
+    assert backend.touch(keys_of(1)) == [True]
+    time.sleep(0.9)
+    assert backend.exists(keys_of(2))[1] is False

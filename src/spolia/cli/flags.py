@@ -33,6 +33,7 @@ __all__ = [
     "KvMemoryFlag",
     "KvPolicyFlag",
     "KvRemoteFlag",
+    "KvTtlFlag",
     "KvWriteFlag",
     "MaxContextFlag",
     "MaxTokensFlag",
@@ -130,6 +131,14 @@ KvRemoteFlag = Annotated[
         "--kv-remote",
         metavar="URL",
         help="Share KV with other servers through valkey://HOST, s3://BUCKET/PREFIX, or your own package.module:Class.",
+    ),
+]
+KvTtlFlag = Annotated[
+    float | None,
+    typer.Option(
+        "--kv-ttl",
+        metavar="SECONDS",
+        help="Drop what nobody has used for so long from --kv-disk and from a Valkey --kv-remote. Default: never.",
     ),
 ]
 KvHostFlag = Annotated[
@@ -253,6 +262,7 @@ class EngineFlags:
     kv_disk: str | None = None
     kv_disk_size: int | None = None
     kv_remote: str | None = None
+    kv_ttl_s: float | None = None
     kv_encrypt: str | None = None
     kv_host: int | None = None
     kv_write: str | None = None

@@ -35,6 +35,7 @@ class EngineConfig:
             token and its end, which come at once. 0: every token on its own.
         kv_disk: folder in which KV outlives the process; None: none does.
         kv_disk_size: bytes in that folder; None: half of what is free there, what it holds already included.
+        kv_ttl_s: seconds after which blocks that nobody used leave the folder and the Valkey server; None: never.
         kv_remote: a cache server that several engines share: a URL (valkey://, redis://, s3://, ...), or
             "package.module:Class" of a `tiers.StorageBackend`; None: none.
         kv_encrypt: where the key is that extents are sealed with, "file:PATH" or "env:NAME"; None: only checksums.
@@ -64,6 +65,7 @@ class EngineConfig:
     stream_interval_ms: float = 16.0
     kv_disk: str | Path | None = None
     kv_disk_size: int | None = None
+    kv_ttl_s: float | None = None
     kv_remote: str | None = None
     kv_encrypt: str | None = None
     kv_host: int | None = None
@@ -87,6 +89,10 @@ class EngineConfig:
                 raise InvalidRequest(
                     f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}", param=name
                 )
+        if self.kv_ttl_s is not None and not 0 < self.kv_ttl_s < math.inf:
+            raise InvalidRequest(
+                f"kv_ttl_s is {self.kv_ttl_s}; it must be a number of seconds above 0", param="kv_ttl_s"
+            )
         if not 0 <= self.kv_fetch_timeout_s < math.inf:
             raise InvalidRequest(
                 f"kv_fetch_timeout_s is {self.kv_fetch_timeout_s}; it must be a number of seconds, 0 or more",

@@ -42,14 +42,14 @@ def open_tiers(config: EngineConfig) -> tuple[list[TierUse], EngineConfig]:
         uses.append(TierUse(Tier("host", HostBackend(config.kv_host)), "write_back", is_exclusive=True))
     if config.kv_disk is not None:
         path, size = config.kv_disk, config.kv_disk_size
-        folder = FolderBackend(path, size)
+        folder = FolderBackend(path, size, ttl_s=config.kv_ttl_s)
         if size is None:
             size = (shutil.disk_usage(path).free + (folder.health().num_bytes or 0)) // 2
-            folder = FolderBackend(path, size)
+            folder = FolderBackend(path, size, ttl_s=config.kv_ttl_s)
             config = replace(config, kv_disk_size=size)
         uses.append(TierUse(Tier("disk", folder, sealer=sealer), config.kv_write, min_uses=config.kv_min_uses))
     if config.kv_remote is not None:
-        remote = Tier("remote", open_remote(config.kv_remote), sealer=sealer)
+        remote = Tier("remote", open_remote(config.kv_remote, ttl_s=config.kv_ttl_s), sealer=sealer)
         uses.append(TierUse(remote, config.kv_write, min_uses=config.kv_min_uses))
     return uses, config
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spolia.errors import InvalidRequest
 
-from .extent import SEAL_BYTES, ExtentError
+from .extent import SEAL_BYTES, ExtentError, secret_at
 
 __all__ = ["AesGcm", "read_key"]
 
@@ -17,11 +17,14 @@ _KEY_BYTES = 32
 
 
 class AesGcm:
-    """Encrypts the payload in place and authenticates payload and header, the key of the extent among it.
+    """Encrypts token ids and payload in place, and authenticates them with the rest of the header.
 
-        payload -> ciphertext      seal = nonce, tag, four zero bytes
+        header up to the layout | token ids, payload -> ciphertext | seal = nonce, tag, four zero bytes
 
-    The header stays readable: a folder can be listed without the key. Its token ids are there, too.
+    What is before the token ids stays readable: a folder can be listed without the key.
+
+    Args:
+        key: 32 bytes.
 
     Raises:
         InvalidRequest: the package `cryptography` is not installed.
@@ -41,27 +44,23 @@ class AesGcm:
         self._invalid_tag = InvalidTag
 
     def seal(self, extent: memoryview) -> None:
-        payload_at = _payload_at(extent)
+        start = secret_at(extent)
         nonce = os.urandom(_NONCE_BYTES)
-        sealed = self._cipher.encrypt(nonce, extent[payload_at:-SEAL_BYTES], bytes(extent[:payload_at]))
-        extent[payload_at:-SEAL_BYTES] = sealed[:-_TAG_BYTES]
+        sealed = self._cipher.encrypt(nonce, extent[start:-SEAL_BYTES], bytes(extent[:start]))
+        extent[start:-SEAL_BYTES] = sealed[:-_TAG_BYTES]
         extent[-SEAL_BYTES:] = (nonce + sealed[-_TAG_BYTES:]).ljust(SEAL_BYTES, b"\0")
 
-    def unseal(self, extent: memoryview, payload_at: int) -> None:
+    def unseal(self, extent: memoryview) -> None:
+        start = secret_at(extent)
         seal = bytes(extent[-SEAL_BYTES:])
         nonce, tag = seal[:_NONCE_BYTES], seal[_NONCE_BYTES : _NONCE_BYTES + _TAG_BYTES]
         if any(seal[_NONCE_BYTES + _TAG_BYTES :]):
             raise ExtentError("it is not encrypted as it should be")
         try:
-            ciphertext = bytes(extent[payload_at:-SEAL_BYTES]) + tag
-            extent[payload_at:-SEAL_BYTES] = self._cipher.decrypt(nonce, ciphertext, bytes(extent[:payload_at]))
+            ciphertext = bytes(extent[start:-SEAL_BYTES]) + tag
+            extent[start:-SEAL_BYTES] = self._cipher.decrypt(nonce, ciphertext, bytes(extent[:start]))
         except self._invalid_tag:
             raise ExtentError("it does not open with this key") from None
-
-
-def _payload_at(extent: memoryview) -> int:
-    """Where the payload of an extent begins, by its own header."""
-    return int.from_bytes(extent[10:12], "little")
 
 
 def read_key(source: str) -> bytes:

@@ -30,6 +30,7 @@ __all__ = [
     "header_bytes",
     "key_of",
     "open_extent",
+    "secret_at",
 ]
 
 Payload: TypeAlias = NDArray[np.uint8]
@@ -136,6 +137,12 @@ def header_bytes(layout: str, num_tokens: int = BLOCK_SIZE) -> int:
     return -(-(_LAYOUT_AT + len(layout.encode()) + 4 * num_tokens) // _ALIGNMENT) * _ALIGNMENT
 
 
+def secret_at(extent: memoryview) -> int:
+    """Where what tells about a text begins: token ids, then the payload. What is before says whose it is."""
+    layout_bytes: int = _FIXED.unpack_from(extent)[4]
+    return _LAYOUT_AT + layout_bytes
+
+
 def key_of(header: bytes) -> bytes:
     """The key of an encoded header."""
     return block_key(header[_FIXED.size : _FIXED.size + DIGEST_BYTES], header[_GROUP_AT])
@@ -152,10 +159,10 @@ class Sealer(Protocol):
     name: str
 
     def seal(self, extent: memoryview) -> None:
-        """Fill in the last `SEAL_BYTES` bytes over all before. May rewrite the payload in place."""
+        """Fill in the last `SEAL_BYTES` bytes over all before. May make token ids and payload unreadable in place."""
 
-    def unseal(self, extent: memoryview, payload_at: int) -> None:
-        """Check an extent, and make the payload, which begins at `payload_at`, readable in place.
+    def unseal(self, extent: memoryview) -> None:
+        """Check an extent whose header decodes, and make token ids and payload readable in place.
 
         Raises:
             ExtentError: it is not as it was sealed.
@@ -170,7 +177,7 @@ class Checksum:
     def seal(self, extent: memoryview) -> None:
         extent[-SEAL_BYTES:] = blake3(extent[:-SEAL_BYTES]).digest()
 
-    def unseal(self, extent: memoryview, payload_at: int) -> None:
+    def unseal(self, extent: memoryview) -> None:
         if blake3(extent[:-SEAL_BYTES]).digest() != extent[-SEAL_BYTES:]:
             raise ExtentError("its checksum is wrong")
 
@@ -187,10 +194,11 @@ def open_extent(extent: memoryview, sealer: Sealer, key: bytes | None = None) ->
     header = ExtentHeader.decode(extent)
     if key is not None and header.key != key:
         raise ExtentError(f"it is that of another key, {header.key.hex()}")
+    sealer.unseal(extent)
+    header = ExtentHeader.decode(extent)
     if link(header.parent, header.token_ids) != header.digest:
         raise ExtentError("its digest does not follow from its parent and tokens")
     if header.start == 0 and header.parent != root_digest(header.namespace):
         raise ExtentError("its parent is not the root of its namespace")
     payload_at = len(extent) - SEAL_BYTES - header.payload_bytes
-    sealer.unseal(extent, payload_at)
     return header, np.frombuffer(extent[payload_at:-SEAL_BYTES], np.uint8)

@@ -35,6 +35,9 @@ _RESCAN_SHARE = 8
 _STEP_NS = 1_000
 """Between the modification times of a chain's files, so that after a restart its tail still goes before its head."""
 
+_LOOK_S = 10.0
+"""How often to look for expired extents."""
+
 _HEADER_BYTES = 4_096
 """More than any header has."""
 
@@ -47,6 +50,7 @@ class FolderBackend:
     Args:
         folder: made if it is not there.
         capacity_bytes: of all files together; None: no limit.
+        ttl_s: extents that were not used for so long go, too; None: never.
         sweep: remove at once what killed writers left behind.
 
     Raises:
@@ -59,11 +63,14 @@ class FolderBackend:
         capacity_bytes: int | None = None,
         *,
         clock: Callable[[], float] = time.time,
+        ttl_s: float | None = None,
         sweep: bool = True,
     ) -> None:
         self.folder = Path(folder)
         self._capacity = capacity_bytes
         self._clock = clock
+        self._ttl_s = ttl_s
+        self._looked_s = clock()  # for expired ones
         self._files = self.folder / "spolia-kv-1"
         self._parts = self._files / "tmp"
         self._numbers = itertools.count()
@@ -86,6 +93,7 @@ class FolderBackend:
         with self._lock:
             doomed = self._over_capacity(0)
         self._remove(doomed)
+        self._drop_expired()
 
     # -- StorageBackend ------------------------------------------------------------------------------------------------
 
@@ -244,7 +252,25 @@ class FolderBackend:
             is_due = self._capacity is not None and self._num_unseen_bytes > self._capacity // _RESCAN_SHARE
         if is_due:
             self._scan()
+        if self._clock() - self._looked_s >= _LOOK_S:
+            self._drop_expired()
         return True
+
+    def _drop_expired(self) -> None:
+        """Remove what was not used for too long; it stands first."""
+        self._looked_s = now_s = self._clock()
+        while self._ttl_s is not None:
+            with self._lock:
+                oldest = next(iter(self._sizes), None)
+            if oldest is None:
+                return
+            try:
+                used_s = os.stat(self._path(oldest)).st_mtime
+            except FileNotFoundError:
+                used_s = 0.0
+            if used_s >= now_s - self._ttl_s:
+                return
+            self.delete([oldest])
 
     def _write(self, key: bytes, value: Buffer) -> None:
         """Write a file; on a full disk, in place of the least recently used."""

@@ -18,15 +18,18 @@ _OBJECTS = ("s3", "s3a", "gs", "az", "abfs", "abfss", "azure")
 _METHODS = ("exists", "get_into", "put", "delete", "touch", "health", "close")
 
 
-def open_remote(source: str) -> StorageBackend:
+def open_remote(source: str, *, ttl_s: float | None = None) -> StorageBackend:
     """A backend from a URL, or from `package.module:Class` (called without arguments).
+
+    Args:
+        ttl_s: what was not used for so long goes, where the backend can do that: Valkey and Redis.
 
     Raises:
         InvalidRequest: it names nothing of the kind.
     """
     scheme, separator, _ = source.partition("://")
     if separator and scheme in _VALKEY:
-        return ValkeyBackend(source)
+        return ValkeyBackend(source, ttl_s=ttl_s)
     if separator and scheme in _OBJECTS:
         return ObjectBackend(source)
     module, colon, name = source.partition(":")

@@ -23,13 +23,21 @@ class ValkeyBackend:
 
     Args:
         url: `valkey://`, `redis://`, `rediss://` or `unix://`, as the `redis` client takes it.
+        ttl_s: extents that were not used for so long go; None: never.
         timeout_s: of connecting, and of each answer.
 
     Raises:
         InvalidRequest: the `redis` package is missing, or the URL makes no sense.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 2.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        ttl_s: float | None = None,
+        timeout_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         try:
             import redis
         except ImportError:
@@ -50,6 +58,7 @@ class ValkeyBackend:
         self._errors = redis.RedisError, OSError
         self._no_room = redis.exceptions.OutOfMemoryError
         self._clock = clock
+        self._ttl_ms = None if ttl_s is None else max(1, int(1_000 * ttl_s))
         self._health = Health(None, None, None)
         self._asked_s: float | None = None
 
@@ -65,7 +74,10 @@ class ValkeyBackend:
 
     def put(self, keys: Sequence[bytes], values: Sequence[Buffer]) -> list[bool]:
         answers = self._pipeline(
-            lambda pipe: [pipe.set(_name(key), bytes(value), nx=True) for key, value in zip(keys, values, strict=True)],
+            lambda pipe: [
+                pipe.set(_name(key), bytes(value), nx=True, px=self._ttl_ms)
+                for key, value in zip(keys, values, strict=True)
+            ],
             raises=False,
         )
         for answer in answers:
@@ -78,7 +90,16 @@ class ValkeyBackend:
 
     def touch(self, keys: Sequence[bytes]) -> list[bool]:
         last_first = list(keys)[::-1]
-        answers = self._pipeline(lambda pipe: [pipe.touch(_name(key)) for key in last_first])
+        ttl_ms = self._ttl_ms
+
+        def fill(pipe: Any) -> None:
+            for key in last_first:
+                if ttl_ms is None:
+                    pipe.touch(_name(key))
+                else:
+                    pipe.pexpire(_name(key), ttl_ms)
+
+        answers = self._pipeline(fill)
         return [bool(found) for found in answers][::-1]
 
     def health(self) -> Health:
