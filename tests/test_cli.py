@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -10,11 +11,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 import typer
 
+from server.harness import chatty_engine, serving
 from spolia.bench import WORKLOADS
 from spolia.cli.flags import CHAT_DEFAULTS, GENERATE_DEFAULTS, EngineFlags, SamplingFlags, parse_size
+from spolia.cli.talk import Talk
 from spolia.engine import EngineConfig, SamplingParams
 from spolia.errors import InvalidRequest
 from spolia.server import ServerConfig
@@ -218,6 +222,63 @@ def test_chat_works_through_a_pipe_and_shows_reuse(smollm2_path: Path):
     assert second > reused
     assert "forgotten" in result.stderr
     assert "> " not in result.stdout
+
+
+def test_a_conversation_is_rewound_forked_and_explained(smollm2_path: Path):
+    lines = """My name is Ada.
+/fork other
+What is my name?
+/rewind
+/open main
+/explain
+/forks
+/cache
+What is my name?
+/explain
+"""
+    result = spolia("chat", "smollm2", "-t", "0", "-n", "20", "--seed", "1", *SMALL, stdin=lines)
+    assert result.returncode == 0, result.stderr
+    said = result.stderr
+    assert "now in other" in said
+    assert "back before: What is my name?" in said
+    assert "* main: 1 exchanges\n  other: 1 exchanges" in said
+    assert "cached █" in said
+    figures = [(int(a), int(b)) for a, b in re.findall(r"\[(\d+) tokens in, (\d+) reused", said)]
+    assert figures[1][0] == figures[2][0] == figures[2][1] + 1  # the fork's question was asked before, in another talk
+    assert re.search(r"tokens 0 to \d+: device\n", said)
+
+
+def test_what_cannot_be_rewound_forked_or_opened_is_told():
+    talk = Talk([{"role": "system", "content": "x"}])
+    talk.take("a", "b")
+    assert talk.fork("") == "fork-1"
+    for act, words in (
+        (lambda: talk.rewind("2"), "there are 1 exchanges"),
+        (lambda: talk.rewind("x"), "/rewind x"),
+        (lambda: talk.fork("main"), "/open main"),
+        (lambda: talk.open("none"), "there are main, fork-1"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            act()
+    assert talk.rewind("") == "a"
+    assert talk.messages == [{"role": "system", "content": "x"}]
+    talk.open("main")
+    assert len(talk.messages) == 3
+
+
+def test_top_shows_a_server_once_and_says_what_is_wrong(tmp_path: Path):
+    engine = chatty_engine(num_blocks=40)
+    with serving({"toy": engine}) as url:
+        httpx.post(f"{url}/v1/completions", json={"prompt": "abcdefghijklmnop" * 2, "max_tokens": 4}).raise_for_status()
+        result = spolia("top", "--url", f"{url}/v1", "--once")
+        other = spolia("top", "--url", url, "--model", "none", "--once")
+    asyncio.run(engine.aclose())
+    assert result.returncode == 0, result.stderr
+    assert "0.0% of 32 prompt tokens reused" in result.stdout
+    assert "3 cached █" in result.stdout
+    assert "32 in, 0 reused, 4 out" in result.stdout
+    assert_one_line_of_error(other, 1, "404", "'none' does not exist")
+    assert_one_line_of_error(spolia("top", "--url", "http://127.0.0.1:9", "--once"), 1, "does not answer", "--url")
 
 
 def test_a_line_that_cannot_be_answered_ends_a_script_and_not_a_conversation(smollm2_path: Path):

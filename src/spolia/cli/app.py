@@ -309,6 +309,22 @@ def chat(
 
 
 @app.command()
+def top(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Of its models. Default: the first.")] = None,
+    key: Annotated[
+        str | None, typer.Option(envvar="SPOLIA_API_KEY", help="An API key with admin = true, if the server wants one.")
+    ] = None,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show it once and exit.")] = False,
+) -> None:
+    """Watch a server: its pools, what is cached, its requests. Ctrl-C ends."""
+    from spolia.cli.top import run
+
+    run(url, model=model, key=key, interval_s=interval, once=once)
+
+
+@app.command()
 def pull(model: ModelArgument) -> None:
     """Fetch MODEL, check it, and print where it is."""
     from spolia.cli.models import fetch

@@ -1,0 +1,117 @@
+"""A conversation with its forks, and what can be told of its last answer: `spolia chat` without a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from spolia.engine import Ledger, RequestOutput
+from spolia.errors import InvalidRequest
+from spolia.models import Tokenizer
+
+__all__ = ["Messages", "Talk", "cache_bar", "explained"]
+
+Messages: TypeAlias = list[dict[str, str]]
+
+_WIDTH = 60
+_CONTEXT_TOKENS = 8
+_SIGNS = {"shared": "▓", "device": "█", "computed": "░"}
+_TIER_SIGN = "▒"
+
+
+class Talk:
+    """Conversations by name, one of which is open. Each has its own messages; what they have in common is cached once.
+
+    Args:
+        opening: what each begins with, such as a system message.
+    """
+
+    def __init__(self, opening: Messages) -> None:
+        self._opening = list(opening)
+        self._by_name: dict[str, Messages] = {"main": list(opening)}
+        self.name = "main"
+
+    @property
+    def messages(self) -> Messages:
+        return self._by_name[self.name]
+
+    def take(self, question: str, answer: str) -> None:
+        self.messages.extend([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+
+    def asked(self, question: str) -> Messages:
+        """What the model is to answer."""
+        return [*self.messages, {"role": "user", "content": question}]
+
+    def reset(self) -> None:
+        self._by_name[self.name] = list(self._opening)
+
+    def rewind(self, count: str) -> str:
+        """Take back the last exchanges; returns the first question that was taken back.
+
+        Raises:
+            InvalidRequest: there are not so many.
+        """
+        num_exchanges = (len(self.messages) - len(self._opening)) // 2
+        if not (count or "1").isdecimal() or not 1 <= int(count or 1) <= num_exchanges:
+            raise InvalidRequest(f"/rewind {count}: there are {num_exchanges} exchanges; say how many to take back")
+        start = len(self.messages) - 2 * int(count or 1)
+        question = self.messages[start]["content"]
+        del self.messages[start:]
+        return question
+
+    def fork(self, name: str) -> str:
+        """Go on in a copy; returns its name.
+
+        Raises:
+            InvalidRequest: the name is taken.
+        """
+        name = name or f"fork-{len(self._by_name)}"
+        if name in self._by_name:
+            raise InvalidRequest(f"/fork {name}: there is one of that name; /open {name} goes there")
+        self._by_name[name] = list(self.messages)
+        self.name = name
+        return name
+
+    def open(self, name: str) -> None:
+        """
+        Raises:
+            InvalidRequest: there is none of that name.
+        """
+        if name not in self._by_name:
+            raise InvalidRequest(f"/open {name}: there is none of that name; there are {', '.join(self._by_name)}")
+        self.name = name
+
+    def listing(self) -> str:
+        """A line each, the open one marked."""
+        return "\n".join(
+            f"{'*' if name == self.name else ' '} {name}: {(len(messages) - len(self._opening)) // 2} exchanges"
+            for name, messages in self._by_name.items()
+        )
+
+
+def explained(output: RequestOutput, tokenizer: Tokenizer) -> str:
+    """Where the context of an answer came from, and why the rest was computed."""
+    total = len(output.prompt_token_ids)
+    bar = ""
+    lines = []
+    for part in output.ranges:
+        stop = round(_WIDTH * part.stop / total)
+        bar += _SIGNS.get(part.source, _TIER_SIGN) * (stop - len(bar))
+        why = "" if part.reason is None else f": {part.reason.value.replace('_', ' ')}"
+        lines.append(f"tokens {part.start} to {part.stop}: {part.source}{why}")
+    end = None if output.explanation is None else output.explanation.divergence
+    if end is not None:
+        ids = output.prompt_token_ids[max(0, end - _CONTEXT_TOKENS) : end + _CONTEXT_TOKENS]
+        lines.append(f"reuse ended at token {end}, around {tokenizer.decode(ids, skip_special=False)!r}")
+    legend = "█ cached  ▓ in use by another  ▒ from another tier  ░ computed"
+    return "\n".join([bar, legend, *lines])
+
+
+def cache_bar(ledgers: Sequence[Ledger]) -> str:
+    """What the pools hold, a line a group."""
+    lines = []
+    for ledger in ledgers:
+        leased, cached = (round(_WIDTH * count / ledger.total) for count in (ledger.leased, ledger.cached))
+        bar = "▓" * leased + "█" * cached
+        lines.append(f"{bar:·<{_WIDTH}} {ledger.leased} in use ▓, {ledger.cached} cached █, {ledger.free} free")
+    return "\n".join(lines)
