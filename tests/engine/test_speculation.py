@@ -127,7 +127,7 @@ def test_prompt_lookup_is_the_longest_then_latest_repetition():
     for _ in range(500):
         ids = [rng.randrange(3) for _ in range(rng.randrange(1, 40))]
         found = prompt_lookup(np.array(ids, np.int32), 5).tolist()
-        assert found == naive_lookup(ids, 5, 2)
+        assert found == naive_lookup(ids, 5, 3)
 
 
 def test_the_pace_follows_what_is_accepted_and_stops_where_nothing_is():

@@ -16,7 +16,7 @@ _LOOK_BACK = 8_192
 Ids = NDArray[np.int32]
 
 
-def prompt_lookup(ids: Ids, num_wanted: int, *, min_match: int = 2) -> Ids:
+def prompt_lookup(ids: Ids, num_wanted: int, *, min_match: int = 3) -> Ids:
     """What followed the longest earlier copy of the text's end; of several copies, the last. Often nothing.
 
     Args:
@@ -74,7 +74,7 @@ class DraftPace:
             self._pause = 16
         elif 2 * num_accepted < num_drafted:
             self._length = max(2, num_accepted + 1)
-        if self._rate < 0.2:
+        if self._rate < 0.25:
             self._wait = self._pause
             self._pause = min(2 * self._pause, 512)
-            self._rate = 0.3  # the next one counts
+            self._rate = 0.35  # the next one counts
