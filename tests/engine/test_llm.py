@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from transformers.generation.streamers import BaseStreamer
 
 from spolia.engine import LLM, SamplingParams
 from spolia.errors import Bug, InvalidRequest, Overloaded
@@ -117,3 +118,20 @@ def test_the_engines_thread_ends_with_its_owner():
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_streamer_of_transformers_gets_the_prompt_and_each_token():
+    class Streamer(BaseStreamer):
+        def __init__(self):
+            self.values = []
+
+        def put(self, value):
+            self.values.append(value.tolist())
+
+        def end(self):
+            self.values.append("end")
+
+    streamer = Streamer()
+    with LLM(toy_engine()) as llm:
+        output = llm.stream_to(streamer, [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=3))
+    assert streamer.values == [[[1, 2, 3]], *([token_id] for token_id in output.token_ids), "end"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import transformers
 
 from spolia.engine import SamplingParams
 from spolia.generation import PatternTextStream, StopPattern
@@ -166,6 +167,28 @@ def test_an_answer_ends_when_its_time_is_up():
     output = answer(toy_engine(), PROMPT, greedy(max_time=0.02, max_tokens=400))
     assert 0 < len(output.token_ids) < 20
     assert (output.finish_reason, output.stop_reason) == ("length", "max_time")
+
+
+def test_a_function_of_ones_own_ends_the_answer():
+    def four_tokens(ids):
+        return len(ids) == len(PROMPT) + 4
+
+    output = answer(toy_engine(), PROMPT, greedy(stopping_criteria=[lambda ids: False, four_tokens]))
+    assert (len(output.token_ids), output.finish_reason, output.stop_reason) == (4, "stop", "four_tokens")
+    later = answer(toy_engine(), PROMPT, greedy(stopping_criteria=[lambda ids: True], min_tokens=3))
+    assert len(later.token_ids) == 4
+
+
+def test_transformers_stopping_criteria_are_taken_as_they_are():
+    criteria = transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(len(PROMPT) + 5)])
+    output = answer(toy_engine(), PROMPT, greedy(stopping_criteria=criteria))
+    assert (len(output.token_ids), output.stop_reason) == (5, "MaxLengthCriteria")
+
+
+def test_a_criterion_that_raises_ends_its_own_answer_and_says_so():
+    output = answer(toy_engine(), PROMPT, greedy(stopping_criteria=[lambda ids: ids[99]]))
+    assert len(output.token_ids) == 1
+    assert "IndexError" in output.stop_reason
 
 
 def test_the_last_token_of_a_prompt_is_healed():

@@ -8,11 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from engine.toy import answer, toy_engine, toy_logits
 from spolia.engine import SamplingParams
 from spolia.generation import History
 from spolia.generation.processors import Logits
+from spolia.server.sampling import _ALIASES, SamplingFields
 
 from .harness import chatty_engine, serving
 
@@ -102,3 +105,27 @@ def test_a_request_that_forbids_every_token_is_400():
         assert reply.status_code == 400
         assert "no token" in reply.json()["error"]["message"]
     asyncio.run(engine.aclose())
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**40), 2**40),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=5),
+    st.lists(st.one_of(st.integers(-5, 300), st.text(max_size=2), st.floats(0, 1)), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.one_of(st.integers(), st.floats(0, 1), st.text(max_size=2)), max_size=2),
+    st.lists(st.lists(st.integers(-1, 300), max_size=3), max_size=2),
+)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@given(st.dictionaries(st.sampled_from(SamplingFields.__struct_fields__), ODD, min_size=1, max_size=3))
+def test_whatever_a_field_holds_the_answer_is_200_or_a_400_that_names_it(toy_url, fields):
+    # `max_time` and lengths are bounded elsewhere; what is asked here is that no value breaks the server.
+    reply = complete(toy_url, **{"max_tokens": 3, **fields})
+    assert reply.status_code in (200, 400), (fields, reply.text)
+    if reply.status_code == 400:
+        error = reply.json()["error"]
+        known = {*fields, *(_ALIASES.get(name, name) for name in fields), "prompt", "max_tokens", None}
+        assert error["param"] is None or error["param"].split("[")[0].split(".")[0] in known, (fields, error)

@@ -339,7 +339,7 @@ class EngineCore:
                 self._fail(sequence)
                 continue
             text = sequence.append(token_id)
-            if sequence.request.params.max_time is not None:
+            if sequence.request.may_end_early:
                 text += sequence.end_early(now_s)
             if logprobs is None:
                 delta = Delta(text, (token_id,))

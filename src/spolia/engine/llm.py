@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias, overload
+from typing import Any, Protocol, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,15 @@ from spolia.models import Model
 from spolia.tiers import TierUse
 
 __all__ = ["LLM"]
+
+
+class Streamer(Protocol):
+    """What transformers calls a `BaseStreamer`."""
+
+    def put(self, value: Any) -> None: ...
+
+    def end(self) -> None: ...
+
 
 _HOPELESS = -1e8  # beams below it are placeholders, or have ended
 
@@ -134,6 +143,32 @@ class LLM:
         """
         request = self._engine.admission.admit(prompt, params, cache_salt=cache_salt)
         return (delta for _, delta in self._run([request]))
+
+    def stream_to(
+        self,
+        streamer: Streamer,
+        prompt: str | list[int] | Ids,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+    ) -> RequestOutput:
+        """Answer a prompt, and hand tokens to a streamer of transformers (`TextStreamer`, ...) as they come.
+
+        Raises:
+            InvalidRequest: the prompt can never be answered.
+        """
+        import torch
+
+        request = self._engine.admission.admit(prompt, params, cache_salt=cache_salt)
+        streamer.put(torch.from_numpy(request.prompt_token_ids.astype(np.int64))[None])
+        outputs = []
+        for _, delta in self._run([request]):
+            for token_id in delta.token_ids:
+                streamer.put(torch.tensor([token_id]))
+            if delta.output is not None:
+                outputs.append(delta.output)
+        streamer.end()
+        return outputs[0]
 
     def beam_search(
         self, prompt: str | list[int] | Ids, params: BeamParams | None = None, *, cache_salt: str = ""

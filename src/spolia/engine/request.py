@@ -20,7 +20,16 @@ from numpy.typing import NDArray
 from spolia.engine.fairness import Tenant
 from spolia.engine.outputs import FinishReason, RequestOutput, Timings
 from spolia.errors import Bug
-from spolia.generation import DraftPace, Pipeline, RowSampling, SamplingParams, StopPattern, TextStream, TokenLogprobs
+from spolia.generation import (
+    DraftPace,
+    Pipeline,
+    RowSampling,
+    SamplingParams,
+    StopPattern,
+    TextStream,
+    TokenLogprobs,
+    first_met,
+)
 from spolia.kvcache import Explanation, Lease, Outcome, TokenRange, Wish, attribute
 from spolia.tiers import KeyChain
 
@@ -65,6 +74,11 @@ class Request:
     stop_pattern: StopPattern | None = None
     num_skipped_bytes: int = 0
     num_truncated_tokens: int = 0
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether anything but its tokens and its text may end it."""
+        return self.params.max_time is not None or bool(self.params.stopping_criteria)
 
 
 def ends_in_tool_call(text: str) -> bool:
@@ -280,13 +294,19 @@ class Sequence:
         return text
 
     def end_early(self, now_s: float) -> str:
-        """End the answer if it has had its time; the text that was held back."""
-        limit_s = self.request.params.max_time
-        if limit_s is None or now_s - self.request.arrival_s < limit_s or self.finish_reason is not None:
+        """End the answer if it has had its time, or a criterion of the user's is met; the text that was held back."""
+        params = self.request.params
+        if self.finish_reason is not None:
             return ""
-        self.finish_reason = "length"
-        self.stop_reason = "max_time"
-        return self.flush_text()
+        if params.max_time is not None and now_s - self.request.arrival_s >= params.max_time:
+            self.finish_reason = "length"
+            self.stop_reason = "max_time"
+        elif self.num_generated_tokens > params.min_tokens and (
+            met := first_met(params.stopping_criteria, self.known_ids)
+        ):
+            self.finish_reason = "stop"
+            self.stop_reason = met
+        return "" if self.finish_reason is None else self.flush_text()
 
     def output(self, now_s: float) -> RequestOutput:
         """The whole answer, once `finish_reason` is set."""

@@ -12,7 +12,7 @@ from spolia.generation.healing import Healing
 from spolia.generation.history import History
 from spolia.generation.params import FILTER_NAMES, MAX_LOGPROBS, SamplingParams
 from spolia.generation.pipeline import FILTERS, PROCESSORS, Pipeline, build_pipeline
-from spolia.generation.processors import LogitsTap, Processor, Watermark, WatermarkDetector, import_processor
+from spolia.generation.processors import LogitsTap, Processor, Watermark, WatermarkDetector, first_met, import_processor
 from spolia.generation.reasoning import ReasoningPart, ReasoningSplitter
 from spolia.generation.sampler import RowSampling, Sampler, Samples, TokenLogprobs
 from spolia.generation.stop_regex import PatternTextStream, StopPattern
@@ -52,6 +52,7 @@ __all__ = [
     "Watermark",
     "WatermarkDetector",
     "build_pipeline",
+    "first_met",
     "import_processor",
     "prompt_lookup",
     "uniform",

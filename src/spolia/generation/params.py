@@ -109,6 +109,8 @@ class SamplingParams:
             of the model's distribution, before temperature and filters. None: do not.
         prompt_logprobs: the same for the prompt's tokens, each after those before it. None: do not.
         stop_regex: a regular expression (Rust's, no look-around); the answer ends after the first place that matches.
+        stopping_criteria: Python only: functions of the ids so far, prompt included, as an int32 array, that are true
+            when the answer is to end; or a `StoppingCriteria` of transformers.
         max_time: seconds after submission at which the answer ends, with finish reason "length".
         truncate: what to do with a prompt that is too long: "none" refuses it, "head" drops its beginning, "middle" its
             middle.
@@ -181,6 +183,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stop_regex: str | None = None
+    stopping_criteria: tuple[Any, ...] = ()
     max_time: float | None = None
     truncate: str = "none"
     truncate_prompt_tokens: int | None = None
@@ -263,6 +266,11 @@ class SamplingParams:
         if self.truncate not in _TRUNCATIONS:
             raise InvalidRequest(
                 f"truncate is {self.truncate!r}; it must be one of {', '.join(_TRUNCATIONS)}", param="truncate"
+            )
+        self._set("stopping_criteria", as_tuple("stopping_criteria", self.stopping_criteria))
+        if not all(map(callable, self.stopping_criteria)):
+            raise InvalidRequest(
+                f"stopping_criteria is {self.stopping_criteria!r}; it must hold functions", param="stopping_criteria"
             )
         tags = strings("reasoning_tags", self.reasoning_tags, "a tag")
         if len(tags) != 2:

@@ -8,12 +8,13 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spolia.errors import InvalidRequest
 from spolia.generation.history import History
 from spolia.generation.processors.base import Logits, Processor
 
-__all__ = ["LogitsTap", "TransformersProcessor", "import_processor", "own_processor"]
+__all__ = ["LogitsTap", "TransformersProcessor", "first_met", "import_processor", "own_processor"]
 
 _PARAM = "logits_processors"
 
@@ -30,6 +31,28 @@ class TransformersProcessor:
         for row, history in zip(logits, rows, strict=True):
             ids = torch.from_numpy(history.ids.astype(np.int64))[None]
             row[:] = self._processor(ids, torch.from_numpy(row.copy())[None])[0].numpy()
+
+
+def first_met(criteria: Sequence[Callable[..., Any]], ids: NDArray[np.int32]) -> str | None:
+    """The name of the first criterion that says to stop after `ids`; None if none does.
+
+    A `StoppingCriteria` of transformers is called as transformers calls it, without scores. One that raises stops: what
+    it would have said is not known.
+    """
+    for criterion in criteria:
+        name: str = getattr(criterion, "__name__", type(criterion).__name__)
+        try:
+            if any(cls.__name__ == "StoppingCriteria" for cls in type(criterion).__mro__):
+                import torch
+
+                is_met = bool(criterion(torch.from_numpy(ids.astype(np.int64))[None], None).all())
+            else:
+                is_met = bool(criterion(ids))
+        except Exception as error:
+            return f"{name} failed: {type(error).__name__}: {error}"
+        if is_met:
+            return name
+    return None
 
 
 def import_processor(path: str) -> Callable[..., Any]:
