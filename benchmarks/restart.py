@@ -1,8 +1,8 @@
 """How much sooner does the first token come after a restart, if KV was kept on disk?
 
-Workload: a conversation of --tokens random token ids and 16 generated ones; then its next turn, 20 ids longer. In turns,
---repeats times: an engine with an empty folder (cold), and one with the folder that the first engine left (warm). Every
-engine is new, as after a restart; loading the model is not counted.
+Workload: a conversation of --tokens random token ids and 16 generated ones; then its next turn, 20 ids longer. In
+turns, --repeats times: an engine with an empty folder (cold), and one with the folder that the first engine left
+(warm). Every engine is new, as after a restart; loading the model is not counted.
 
 Prints one JSON line: seconds to the first token of both (the least of the repeats), and their ratio. Asserts that all
 give the same tokens.
