@@ -133,6 +133,30 @@ def test_flags_reach_the_engine(smollm2_path):
         assert httpx.post(process.url + COMPLETIONS, json={"prompt": ["Hi"] * 3, "max_tokens": 5}).status_code == 400
 
 
+def test_several_models_are_served_by_name(smollm2_path: Path, tmp_path: Path):
+    other = tmp_path / "twin.gguf"
+    other.symlink_to(smollm2_path)
+    with server_process(smollm2_path, str(other), "--kv-memory", "32MiB", "--threads", "1") as process:
+        eventually(lambda: process.find("ready model=twin") is not None, timeout_s=60)
+        names = [card["id"] for card in httpx.get(f"{process.url}/v1/models").json()["data"]]
+        assert names == [smollm2_path.name.removesuffix(".gguf"), "twin"]
+        for name in names:
+            body = {"model": name, "prompt": "Hi", "max_tokens": 2}
+            assert httpx.post(process.url + COMPLETIONS, json=body, timeout=60).json()["model"] == name
+        assert httpx.post(process.url + COMPLETIONS, json={"prompt": "Hi"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(["--name", "x"], "--name is for one model"), (["--kv-disk", "/tmp/x"], "--kv-disk"), ([], "a name of its own")],
+)
+def test_what_cannot_be_with_several_models_is_one_line_and_status_2(smollm2_path: Path, flags: list[str], words: str):
+    second = str(smollm2_path) if not flags else "gemma3:270m"
+    process = ServerProcess(str(smollm2_path), second, *flags)
+    assert process.wait() == 2
+    assert words in process.log[-1]
+
+
 def test_a_port_in_use_is_one_line_and_status_1(smollm2_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

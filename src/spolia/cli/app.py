@@ -114,7 +114,10 @@ def root(
 
 @app.command()
 def serve(
-    model: ModelArgument,
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help="Names that `spolia models` lists, paths, or hf:owner/repo[/file]."),
+    ],
     host: Annotated[
         str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1, this machine only.")
     ] = None,
@@ -159,7 +162,10 @@ def serve(
     processor: ProcessorFlag = None,
     check: CheckFlag = None,
 ) -> None:
-    """Serve MODEL to OpenAI's clients. Ctrl-C finishes what runs, and twice aborts it."""
+    """Serve models to the clients of OpenAI, Anthropic, Ollama and llama.cpp, and a page at /.
+
+    Ctrl-C finishes what runs, and twice aborts it.
+    """
     from spolia.cli.serve import run
 
     engine = EngineFlags(
@@ -191,7 +197,7 @@ def serve(
         "max_body_bytes": max_body,
         "request_timeout_s": request_timeout,
     }
-    run(model, name=name, engine=engine, server=server, log_format=log_format, record=record)
+    run(models, name=name, engine=engine, server=server, log_format=log_format, record=record)
 
 
 @app.command()

@@ -1,12 +1,13 @@
-"""`spolia serve`: one model over HTTP."""
+"""`spolia serve`: models over HTTP."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ __all__ = ["run"]
 
 
 def run(
-    source: str,
+    sources: Sequence[str],
     *,
     name: str | None,
     engine: EngineFlags,
@@ -39,6 +40,13 @@ def run(
         InvalidRequest: a flag that is impossible.
         SpoliaError: the address cannot be had.
     """
+    if len(sources) > 1 and name is not None:
+        raise InvalidRequest("--name is for one model; each of several goes by its own", param="name")
+    if len(sources) > 1 and (record is not None or engine.kv_disk is not None):
+        raise InvalidRequest("--record and --kv-disk are for one model; serve each from a process of its own")
+    names = [name or _name(source) for source in sources]
+    if len(set(names)) < len(names):
+        raise InvalidRequest(f"the models are called {', '.join(names)}; each needs a name of its own", param="model")
     if log_format not in (None, "text", "json"):
         raise InvalidRequest(f"log_format is {log_format!r}; it must be text or json", param="log_format")
     set_up_logging("json" if log_format == "json" else "text")
@@ -59,24 +67,23 @@ def run(
             "choose another with --host or --port"
         ) from None
     recording = None if record is None else Recording(record)
-    served_name = name or _name(source)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     scheme = "http" if settings.tls_cert is None else "https"
     log_fields(
         logging.getLogger("spolia.server"),
         "listening",
-        {"model": served_name, "url": f"{scheme}://{shown}:{port}/v1"},
+        {"model": ",".join(names), "url": f"{scheme}://{shown}:{port}/v1"},
     )
     # Loading begins before the web framework is imported: each takes about half a second of start-up.
-    loading = _in_background(lambda: _load(source, config, recording))
+    loading = _in_background([partial(_load, source, config, recording) for source in sources])
 
     from spolia.server import serve
 
-    serve({served_name: loading}, settings, listener)
+    serve(dict(zip(names, loading, strict=True)), settings, listener)
     if recording is not None:
         recording.close()
-    if not loading.done():
+    if not all(future.done() for future in loading):
         # Asked to end while the model loads: a thread in native code must not come back to a dying interpreter.
         logging.shutdown()
         os._exit(0)
@@ -93,15 +100,19 @@ def _name(source: str) -> str:
     return path.name.removesuffix(".gguf") if path.exists() else source
 
 
-def _in_background(build: Callable[[], AsyncEngine]) -> Future[AsyncEngine]:
-    """What `build` returns or raises, on a thread that does not keep the process alive."""
-    future: Future[AsyncEngine] = Future()
+def _in_background(builds: Sequence[Callable[[], AsyncEngine]]) -> list[Future[AsyncEngine]]:
+    """What each of `builds` returns or raises, on a thread that does not keep the process alive.
+
+    One after the other: each engine takes its share of the memory that the ones before it have left.
+    """
+    futures: list[Future[AsyncEngine]] = [Future() for _ in builds]
 
     def run() -> None:
-        try:
-            future.set_result(build())
-        except BaseException as error:
-            future.set_exception(error)
+        for build, future in zip(builds, futures, strict=True):
+            try:
+                future.set_result(build())
+            except BaseException as error:
+                future.set_exception(error)
 
     threading.Thread(target=run, name="spolia-load", daemon=True).start()
-    return future
+    return futures
