@@ -17,7 +17,7 @@ from spolia.generation import History
 from spolia.generation.processors import Logits
 from spolia.server.sampling import _ALIASES, SamplingFields
 
-from .harness import chatty_engine, serving
+from .harness import chatty_engine, metric, serving
 
 PROMPT = [5, 6, 7, 5, 6, 7]
 
@@ -129,3 +129,28 @@ def test_whatever_a_field_holds_the_answer_is_200_or_a_400_that_names_it(toy_url
         error = reply.json()["error"]
         known = {*fields, *(_ALIASES.get(name, name) for name in fields), "prompt", "max_tokens", None}
         assert error["param"] is None or error["param"].split("[")[0].split(".")[0] in known, (fields, error)
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_best_of_gives_the_answers_with_the_highest_logprob_a_token(toy_url, logprobs):
+    fields = {"seed": 1, "max_tokens": 6, "temperature": 1.5}
+    every = complete(toy_url, n=5, logprobs=0, **fields).json()["choices"]
+    ranked = sorted(every, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
+    reply = complete(toy_url, n=2, best_of=5, logprobs=logprobs, **fields).json()
+    assert [choice["token_ids"] for choice in reply["choices"]] == [choice["token_ids"] for choice in ranked[:2]]
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+    assert (reply["choices"][0]["logprobs"] is None) == (logprobs is None)
+    assert reply["usage"]["completion_tokens"] == 30  # all that were computed
+
+
+def test_best_of_does_not_stream(toy_url):
+    reply = complete(toy_url, best_of=3, stream=True)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "best_of"
+
+
+def test_n_choices_compute_their_prompt_once(toy_url):
+    prompt = [9] * 100
+    before = metric(toy_url, "spolia_prefix_cache_hits_total")
+    complete(toy_url, prompt=prompt, n=4, max_tokens=2, temperature=1.0)
+    assert metric(toy_url, "spolia_prefix_cache_hits_total") - before >= 3 * 96

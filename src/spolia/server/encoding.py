@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from spolia.engine import AsyncEngine, SamplingParams
 from spolia.errors import InvalidRequest
@@ -23,12 +24,14 @@ async def encode(tokenizer: Tokenizer, text: str, *, add_special: bool = True) -
 
 
 async def params_of_choices(body: ChatRequest | CompletionRequest, engine: AsyncEngine) -> list[SamplingParams]:
-    """The parameters of each of the `n` choices, with the form that they ask for compiled on another thread.
+    """The parameters of each answer to compute, with the form that they ask for compiled on another thread.
 
     Raises:
         InvalidRequest: a parameter is impossible, or the form cannot be compiled; names the client's field.
     """
-    params = [body.sampling_params(choice) for choice in range(body.num_choices)]
+    params = [body.sampling_params(choice) for choice in range(body.num_candidates)]
+    if body.num_candidates > body.num_choices:  # the best are known by their log-probabilities
+        params = [replace(each, logprobs=each.logprobs or 0) for each in params]
     try:
         await engine.prepare(params[0])
     except InvalidRequest as error:

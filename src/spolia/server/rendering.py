@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -61,10 +62,28 @@ async def respond(request: Request, body: SamplingRequest, answer: Answer, rende
     if body.stream:
         return EventStream(_events(body, answer, rendering), on_disconnect=answer.abort, headers=headers)
     with watch_for_disconnect(request.receive, answer.abort):
-        outputs = await answer.finish()
+        outputs = _best(await answer.finish(), body)
     extras = _extras(body, answer, usage=True)
     whole = rendering.whole(outputs, extras)
     return Response(msgspec.json.encode(whole), headers=headers, media_type="application/json")
+
+
+def _best(outputs: list[RequestOutput], body: SamplingRequest) -> list[RequestOutput]:
+    """Of each prompt's `best_of` answers the `n` with the highest log-probability a token, best first."""
+    of, kept = body.num_candidates, body.num_choices
+    if of == kept:
+        return outputs
+    asked = getattr(body, "logprobs", None)  # a number for completions, 0 included; a flag for chats
+    wanted = asked is not None and asked is not False
+    best: list[RequestOutput] = []
+    for first in range(0, len(outputs), of):
+        ranked = sorted(outputs[first : first + of], key=_mean_logprob, reverse=True)[:kept]
+        best += ranked if wanted else [replace(output, logprobs=None) for output in ranked]
+    return best
+
+
+def _mean_logprob(output: RequestOutput) -> float:
+    return sum(token.logprob for token in output.logprobs or ()) / max(1, len(output.token_ids))
 
 
 async def _events(body: SamplingRequest, answer: Answer, rendering: Rendering) -> AsyncIterator[bytes]:

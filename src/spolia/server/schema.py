@@ -35,7 +35,6 @@ __all__ = [
 # Values under which a field that is not supported changes nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
-    "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "length_penalty": (1,),
@@ -66,6 +65,7 @@ class SamplingRequest(SamplingFields, kw_only=True):
     model: str | None = None
     max_tokens: int | None = None
     n: int | None = None
+    best_of: int | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -79,12 +79,16 @@ class SamplingRequest(SamplingFields, kw_only=True):
 
     # Refused unless neutral; see `_NEUTRAL`.
     audio: Any = None
-    best_of: Any = None
     function_call: Any = None
     functions: Any = None
     length_penalty: Any = None
     modalities: Any = None
     use_beam_search: Any = None
+
+    @property
+    def num_candidates(self) -> int:
+        """Answers to compute for each prompt, of which the best `num_choices` are given."""
+        return self.num_choices if self.best_of is None else self.best_of
 
     @property
     def num_choices(self) -> int:
@@ -143,6 +147,12 @@ class SamplingRequest(SamplingFields, kw_only=True):
                 raise InvalidRequest(f"`{name}` is not supported yet{hint}", param=name, code="unsupported_parameter")
         if not 1 <= self.num_choices <= 64:
             raise InvalidRequest(f"n is {self.n}; allowed are 1 to 64", param="n")
+        if not self.num_choices <= self.num_candidates <= 64:
+            raise InvalidRequest(
+                f"best_of is {self.best_of}; allowed are n ({self.num_choices}) to 64", param="best_of"
+            )
+        if self.stream and self.num_candidates > self.num_choices:
+            raise InvalidRequest("best_of does not stream: the best is known at the end", param="best_of")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs do not stream; leave out stream", param="prompt_logprobs")
         if self.session is not None and self.num_choices != 1:
