@@ -35,6 +35,7 @@ from spolia.kvcache import (
     Ledger,
     MissReason,
     Outcome,
+    Pin,
     TokenRange,
     Wish,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "Model",
     "Observer",
     "Outcome",
+    "Pin",
     "Request",
     "RequestOutput",
     "Runner",

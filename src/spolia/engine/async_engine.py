@@ -132,6 +132,10 @@ class AsyncEngine:
         if form is not None:
             await asyncio.to_thread(self._engine.admission.vocabulary.grammars.compile, form)
 
+    def namespace(self, cache_salt: str = "") -> bytes:
+        """What requests with this salt share, and no others."""
+        return self._engine.admission.namespace(cache_salt)
+
     def spend(self, token_ids: Sequence[int], *, cache_salt: str = "") -> None:
         """Nobody goes on from these tokens any more: what of their KV nobody else uses goes first. Does not wait.
 

@@ -70,7 +70,7 @@ def _routes(models: ServedModels, config: ServerConfig) -> list[Route]:
     return [
         *StatusEndpoints(models).routes(),
         *PageEndpoints(models).routes(),
-        *CacheEndpoints(models).routes(),
+        *CacheEndpoints(models, config).routes(),
         *SessionEndpoints(models, config).routes(),
         *TokenizeEndpoints(models, config).routes(),
         Route("POST", "/v1/completions", CompletionEndpoint(models, config).respond, CompletionRequest),

@@ -1,34 +1,125 @@
-"""`/v1/cache`: what the cache did for whom, and what it should keep."""
+"""`/v1/cache`: what the cache did for whom, what it should keep, and what more of it would bring.
+
+GET    /v1/cache/explain/{request}   where the KV of each prompt token came from, and why the rest was computed
+GET    /v1/cache/curve               hit rates at other sizes than this, on this traffic
+POST   /v1/cache/pins                keep what is cached of a prompt, within a quota
+GET    /v1/cache/pins                what is kept so
+DELETE /v1/cache/pins/{id}           no longer
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 
+from spolia.engine import Pin
+from spolia.errors import InvalidRequest, Overloaded
 from spolia.server.access import current_caller
+from spolia.server.body import read_body
+from spolia.server.chat import encode_chat
+from spolia.server.config import ServerConfig
+from spolia.server.encoding import encode
 from spolia.server.errors import UnknownThing
 from spolia.server.routes import Route
-from spolia.server.served import ServedModels
+from spolia.server.served import ServedModel, ServedModels
 
 __all__ = ["CacheEndpoints"]
+
+
+class PinRequest(msgspec.Struct, kw_only=True):
+    """A prompt, as text, token ids or messages; `ttl` in seconds, or until it is lifted."""
+
+    model: str | None = None
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    ttl: float | None = None
+    cache_salt: str | None = None
 
 
 class CacheEndpoints:
     """Bound to the models of one app."""
 
-    def __init__(self, models: ServedModels) -> None:
+    def __init__(self, models: ServedModels, config: ServerConfig) -> None:
         self._models = models
+        self._config = config
 
     def routes(self) -> list[Route]:
-        return [Route("GET", "/v1/cache/explain/{request_id}", self.explain)]
+        return [
+            Route("GET", "/v1/cache/explain/{request_id}", self.explain),
+            Route("GET", "/v1/cache/curve", self.curve),
+            Route("POST", "/v1/cache/pins", self.pin, PinRequest),
+            Route("GET", "/v1/cache/pins", self.pins),
+            Route("DELETE", "/v1/cache/pins/{pin_id}", self.unpin),
+        ]
 
     async def explain(self, request_id: str) -> Response:
         """Where the KV of each prompt token of a request that has ended came from, and why the rest was computed."""
         for served in self._models.all():
             choices = served.explained.get(request_id, current_caller().tenant)
             if choices is not None:
-                reply = {"id": request_id, "object": "cache.explanation", "model": served.name, "choices": choices}
-                return Response(msgspec.json.encode(reply), media_type="application/json")
+                return _json(
+                    {"id": request_id, "object": "cache.explanation", "model": served.name, "choices": choices}
+                )
         raise UnknownThing(
             f"no request {request_id!r} has ended here lately; give the id of an answer, as in its x-request-id"
         )
+
+    async def curve(self, request: Request) -> Response:
+        """What the requests so far would have hit at other sizes."""
+        served = self._models.get(request.query_params.get("model"))
+        served.engine  # noqa: B018 - raises while it loads
+        return _json({"object": "cache.curve", "model": served.name, **served.curve.describe()})
+
+    async def pin(self, request: Request) -> Response:
+        """Keep what is cached of a prompt while anything else can go."""
+        body = await read_body(request, PinRequest, max_bytes=self._config.max_body_bytes)
+        served = self._models.get(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("send either prompt or messages", param="prompt")
+        if body.ttl is not None and not 0 < body.ttl < float("inf"):
+            raise InvalidRequest(f"ttl is {body.ttl}; it must be a positive number of seconds", param="ttl")
+        model = served.engine.model
+        if body.messages is not None:
+            ids = await encode_chat(model, body.messages, add_generation_prompt=False)
+        else:
+            prompt = body.prompt or ""
+            ids = await encode(model.tokenizer, prompt) if isinstance(prompt, str) else prompt
+        if not all(0 <= id_ < model.tokenizer.vocab_size for id_ in ids):
+            raise InvalidRequest("prompt has token ids that are not in the vocabulary", param="prompt")
+        namespace = _namespace(served, body.cache_salt)
+        pin = await served.engine.call(lambda core: core.cache.pin(namespace, ids, body.ttl))
+        if pin is None:
+            raise Overloaded("pins may take half of the cache, and with this one they would take more; lift others")
+        return _json(_card(pin))
+
+    async def pins(self, request: Request) -> Response:
+        served = self._models.get(request.query_params.get("model"))
+        return _json({"object": "list", "data": [_card(pin) for pin in await self._mine(served, request)]})
+
+    async def unpin(self, request: Request, pin_id: int) -> Response:
+        served = self._models.get(request.query_params.get("model"))
+        if pin_id not in [pin.id for pin in await self._mine(served, request)]:
+            raise UnknownThing(f"there is no pin {pin_id}; it may have run out")
+        await served.engine.call(lambda core: core.cache.unpin(pin_id))
+        return _json({"id": pin_id, "object": "cache.pin", "deleted": True})
+
+    async def _mine(self, served: ServedModel, request: Request) -> list[Pin]:
+        """The pins of whoever asks."""
+        namespace = _namespace(served, request.query_params.get("cache_salt"))
+        pins = await served.engine.call(lambda core: core.cache.pins())
+        return [pin for pin in pins if pin.namespace == namespace]
+
+
+def _namespace(served: ServedModel, cache_salt: str | None) -> bytes:
+    return served.engine.namespace(current_caller().cache_salt(cache_salt or ""))
+
+
+def _card(pin: Pin) -> dict[str, Any]:
+    return {"id": pin.id, "object": "cache.pin", "num_tokens": pin.num_tokens}
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -13,6 +13,7 @@ from weakref import WeakSet
 from spolia.engine import AsyncEngine, CacheStats, EngineStats, Session, SessionStore, TokenStream
 from spolia.errors import NotReady, UnknownModel
 from spolia.server.conversations import ConversationLog
+from spolia.server.curve import LiveCurve
 from spolia.server.explaining import ExplainLog
 from spolia.server.metrics import Metrics, ModelMetrics
 
@@ -30,6 +31,7 @@ class ServedModel:
         streams: submitted and not ended. Weak, so that one which nobody reads any more does not count for ever.
         request_timeout_s: after which an answer is ended.
         sessions: conversations that are kept here.
+        curve: what other sizes would have hit.
         explained, conversations: of the last requests.
         recent: what the page shows of the requests that ended last.
         since_s: Unix time at which loading began.
@@ -40,6 +42,7 @@ class ServedModel:
     metrics: ModelMetrics
     request_timeout_s: float
     sessions: SessionStore
+    curve: LiveCurve
     since_s: float = field(default_factory=time.time)
     streams: WeakSet[TokenStream] = field(default_factory=WeakSet)
     explained: ExplainLog = field(default_factory=ExplainLog)
@@ -76,7 +79,9 @@ class ServedModels:
     def __init__(self, engines: Mapping[str, Future[AsyncEngine]], *, request_timeout_s: float) -> None:
         self.metrics = Metrics(self._snapshots, self._caches)
         self._by_name = {
-            name: ServedModel(name, engine, self.metrics.of_model(name), request_timeout_s, _sessions(engine))
+            name: ServedModel(
+                name, engine, self.metrics.of_model(name), request_timeout_s, _sessions(engine), LiveCurve(engine)
+            )
             for name, engine in engines.items()
         }
 

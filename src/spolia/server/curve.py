@@ -1,0 +1,99 @@
+"""The live miss-ratio curve of one engine: ghosts fed from the event loop, on a thread of their own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from spolia.engine import AsyncEngine, RequestOutput
+from spolia.sim import CurvePoint, GhostCaches
+
+__all__ = ["LiveCurve"]
+
+_MAX_WAITING = 256
+_GIB = 2**30
+
+
+class LiveCurve:
+    """Made with the promise of an engine; its thread begins with the first request."""
+
+    def __init__(self, loading: Future[AsyncEngine]) -> None:
+        self._loading = loading
+        self._waiting: queue.Queue[RequestOutput] = queue.Queue(_MAX_WAITING)
+        self._ghosts: GhostCaches | None = None
+        self._lock = threading.Lock()  # guards the ghosts
+        self._num_left_out = 0
+        self._num_cached_tokens = 0
+
+    def take(self, output: RequestOutput) -> None:
+        """A request that has ended. Does not wait."""
+        if output.explanation is None:
+            return  # it was aborted before the cache was asked for anything
+        if self._ghosts is None:
+            engine = self._loading.result()
+            self._ghosts = GhostCaches(engine.stats.ledger[0].total, engine.config.kv_policy)
+            threading.Thread(target=self._run, name="spolia-ghosts", daemon=True).start()
+        try:
+            self._waiting.put_nowait(output)
+        except queue.Full:
+            self._num_left_out += 1
+
+    def describe(self) -> dict[str, Any]:
+        """The curve, and what more memory would have bought, in words."""
+        engine = self._loading.result()
+        bytes_per_token = (engine.config.kv_memory or 0) / max(1, 16 * engine.stats.ledger[0].total)
+        with self._lock:
+            ghosts = self._ghosts
+            points = [] if ghosts is None else ghosts.curve()
+            num_requests, num_prompt = (0, 0) if ghosts is None else (ghosts.num_requests, ghosts.num_prompt_tokens)
+            measured = self._num_cached_tokens / max(1, num_prompt)
+        return {
+            "policy": engine.config.kv_policy,
+            "num_requests": num_requests,
+            "num_requests_left_out": self._num_left_out,
+            "num_prompt_tokens": num_prompt,
+            "measured_hit_rate": measured,
+            "points": [_point(point, bytes_per_token) for point in points],
+            "advice": _advice(points, bytes_per_token),
+        }
+
+    def settle(self, timeout_s: float = 10.0) -> None:
+        """Wait until the ghosts have taken what was given to them."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._waiting.unfinished_tasks and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+
+    def _run(self) -> None:
+        while True:
+            output = self._waiting.get()
+            with self._lock:
+                if self._ghosts is not None:
+                    self._num_cached_tokens += output.num_cached_tokens
+                    self._ghosts.take(
+                        time.monotonic(), output.namespace, output.prompt_token_ids, output.token_ids, output.outcome
+                    )
+            self._waiting.task_done()
+
+
+def _point(point: CurvePoint, bytes_per_token: float) -> dict[str, Any]:
+    return {
+        "factor": point.factor,
+        "size_tokens": point.size_tokens,
+        "size_bytes": int(point.size_tokens * bytes_per_token),
+        "hit_rate": point.hit_rate,
+    }
+
+
+def _advice(points: list[CurvePoint], bytes_per_token: float) -> str:
+    """The smallest size that hits nearly as much as the largest."""
+    if not points:
+        return "no requests yet"
+    enough = next(point for point in points if point.hit_rate >= points[-1].hit_rate - 0.01)
+    now = next(point for point in points if point.factor == 1.0)
+    size = f"{enough.size_tokens * bytes_per_token / _GIB:.3g} GiB"
+    if enough.factor <= 1.0:
+        return f"with {size} you would have hit {enough.hit_rate:.0%}; more memory than that buys nothing"
+    return f"with {size} you would have hit {enough.hit_rate:.0%}, with what there is {now.hit_rate:.0%}"
