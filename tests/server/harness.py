@@ -82,10 +82,16 @@ class ScriptedExecutable(ToyExecutable):
         return logits
 
 
-def scripted_engine(script: Mapping[str, str], **settings: Any) -> AsyncEngine:
+class ThinkingTemplate(PlainTemplate):
+    """Of a model that thinks before it answers."""
+
+    source = tool_source = "<tool_call> <think>"
+
+
+def scripted_engine(script: Mapping[str, str], model: ChattyToy | None = None, **settings: Any) -> AsyncEngine:
     """An engine whose model knows its answers by heart: from "user: ..." (the last message) to the reply's text."""
     parts = toy_engine(executable=ScriptedExecutable(script), eos_token_ids=[EOS], **settings)
-    return AsyncEngine(replace(parts, model=ChattyToy()))  # type: ignore[arg-type]
+    return AsyncEngine(replace(parts, model=model or ChattyToy()))  # type: ignore[arg-type]
 
 
 class Pace:

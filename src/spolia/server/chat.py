@@ -239,7 +239,7 @@ class _ChatRendering:
         shown = ChatDelta()
         if content := "".join(part.text for part in parts if isinstance(part, Text)):
             shown.content = content
-        if calls := [_call_delta(part) for part in parts if not isinstance(part, Text)]:
+        if calls := [_call_delta(part) for part in parts if isinstance(part, CallBegan | CallArguments)]:
             shown.tool_calls = calls
         return shown
 

@@ -9,12 +9,14 @@ from typing import Any
 from starlette.requests import Request
 
 from spolia.engine import RequestOutput, SamplingParams
+from spolia.generation import ReasoningSplitter
+from spolia.models import Model
 from spolia.server.answer import Answer
 from spolia.server.chat import encode_chat
 from spolia.server.conversations import history
 from spolia.server.served import ServedModel
 from spolia.server.sse import watch_for_disconnect
-from spolia.server.toolcalls import Part, Text, ToolCall, ToolCallParser, ToolUse, gather
+from spolia.server.toolcalls import Part, Text, Thought, ToolCallParser, ToolUse
 
 __all__ = ["Conversation", "Turn"]
 
@@ -56,10 +58,17 @@ class Turn:
         prompt_ids: what the model goes on from.
     """
 
-    def __init__(self, answer: Answer, prompt_ids: Sequence[int], parser: ToolCallParser | None) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        prompt_ids: Sequence[int],
+        parser: ToolCallParser | None = None,
+        splitter: ReasoningSplitter | None = None,
+    ) -> None:
         self.answer = answer
         self.prompt_ids = prompt_ids
         self._parser = parser
+        self._splitter = splitter
 
     @classmethod
     async def begin(
@@ -88,7 +97,7 @@ class Turn:
             max_waiting=max_waiting,
             messages=history(conversation.messages, tools=None if tool_use is None else tool_use.tools),
         )
-        return cls(answer, ids, None if tool_use is None else tool_use.parser(model))
+        return cls(answer, ids, None if tool_use is None else tool_use.parser(model), _splitter(model, ids))
 
     @property
     def output(self) -> RequestOutput:
@@ -106,16 +115,32 @@ class Turn:
             if parts:
                 yield parts
 
-    async def whole(self, request: Request) -> tuple[str, list[ToolCall]]:
-        """Text and calls, at the end. If the client of `request` goes away, the turn is aborted."""
+    async def whole(self, request: Request) -> list[Part]:
+        """All parts, at the end. If the client of `request` goes away, the turn is aborted."""
         parts: list[Part] = []
         with watch_for_disconnect(request.receive, self.answer.abort):
             async for more in self.parts():
                 parts += more
-        return gather(parts)
+        return parts
 
     def _read(self, text: str, *, is_last: bool) -> list[Part]:
+        thought = ""
+        if self._splitter is not None:
+            thought, text = self._splitter.feed(text)
+            if is_last:
+                rest = self._splitter.finish()
+                thought, text = thought + rest.reasoning, text + rest.content
+        parts: list[Part] = [Thought(thought)] if thought else []
         if self._parser is None:
-            return [Text(text)] if text else []
-        parts = self._parser.feed(text)
+            return [*parts, Text(text)] if text else parts
+        parts += self._parser.feed(text)
         return [*parts, *self._parser.finish()] if is_last else parts
+
+
+def _splitter(model: Model, prompt_ids: Sequence[int]) -> ReasoningSplitter | None:
+    """What tells thoughts from the answer; None for a model whose template knows of none."""
+    opening, closing = "<think>", "</think>"
+    if model.chat_template is None or opening not in model.chat_template.source:
+        return None
+    end = model.tokenizer.decode(list(prompt_ids[-(len(opening) + 4) :]), skip_special=False).rstrip()
+    return ReasoningSplitter(opening, closing, is_open=end.endswith(opening))

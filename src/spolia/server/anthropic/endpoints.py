@@ -20,7 +20,7 @@ from spolia.server.errors import anthropic_error_body
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
 from spolia.server.sse import EventStream
-from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, ToolCall
+from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, Thought, ToolCall, gather
 from spolia.server.turn import Turn
 
 __all__ = ["AnthropicEndpoints"]
@@ -60,8 +60,7 @@ class AnthropicEndpoints:
         headers = {"request-id": turn.answer.id, "x-request-id": turn.answer.id}
         if body.stream:
             return EventStream(message.events(), on_disconnect=turn.answer.abort, headers=headers)
-        text, calls = await turn.whole(request)
-        reply = message.reply(text, calls)
+        reply = message.reply(await turn.whole(request))
         return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")
 
 
@@ -102,9 +101,13 @@ class _Message:
         self._num_marked = num_marked
         self._num_blocks = 0
         self._open: str | None = None  # kind of the block that is open
+        self._has_answered = False  # by more than thoughts
 
-    def reply(self, text: str, calls: Sequence[ToolCall]) -> MessagesReply:
-        content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not calls else []
+    def reply(self, parts: Sequence[Part]) -> MessagesReply:
+        text, calls = gather(parts)
+        thought = "".join(part.text for part in parts if isinstance(part, Thought))
+        content: list[dict[str, Any]] = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
+        content += [{"type": "text", "text": text}] if text or not calls else []
         content += [_block_of(call) for call in calls]
         reason, sequence = self._stop()
         answer = self._turn.answer
@@ -122,8 +125,8 @@ class _Message:
         except SpoliaError as error:
             yield b"event: error\ndata: %b\n\n" % anthropic_error_body(error)
             return
-        if not self._num_blocks:
-            yield self._begin_block({"type": "text", "text": ""})
+        if not self._has_answered:
+            yield self._end_block() + self._begin_block({"type": "text", "text": ""})
         reason, sequence = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         yield self._end_block() + _event("message_delta", delta=delta, usage=self._usage())
@@ -136,6 +139,11 @@ class _Message:
                 begun = [] if self._open == "text" else [self._end_block(), self._begin_block(block)]
                 delta = {"type": "text_delta", "text": text}
                 return [*begun, _event("content_block_delta", index=self._num_blocks - 1, delta=delta)]
+            case Thought(text):
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+                begun = [] if self._open == "thinking" else [self._end_block(), self._begin_block(block)]
+                delta = {"type": "thinking_delta", "thinking": text}
+                return [*begun, _event("content_block_delta", index=self._num_blocks - 1, delta=delta)]
             case CallBegan(_, id_, name):
                 call: dict[str, Any] = {"type": "tool_use", "id": id_, "name": name, "input": {}}
                 return [self._end_block(), self._begin_block(call)]
@@ -145,6 +153,7 @@ class _Message:
 
     def _begin_block(self, block: dict[str, Any]) -> bytes:
         self._open = block["type"]
+        self._has_answered |= self._open != "thinking"
         self._num_blocks += 1
         return _event("content_block_start", index=self._num_blocks - 1, content_block=block)
 

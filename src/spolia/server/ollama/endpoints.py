@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from starlette.requests import Request
@@ -24,11 +24,14 @@ from spolia.server.ollama.schema import ChatRequest, GenerateRequest
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
 from spolia.server.sse import EventStream
-from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, ToolCall, ToolUse
+from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, Thought, ToolCall, ToolUse, gather
 from spolia.server.tools import check_tools
 from spolia.server.turn import Conversation, Turn
 
 __all__ = ["LineStream", "OllamaEndpoints", "now"]
+
+
+_Show: TypeAlias = Callable[[str, Sequence[ToolCall], str], dict[str, Any]]
 
 
 class LineStream(EventStream):
@@ -60,10 +63,10 @@ class OllamaEndpoints:
         await served.engine.prepare(params)
         ids = await _prompt_ids(served, body)
         answer = Answer.submit("gen", served, [ids], [params], cache_salt="", max_waiting=self._config.max_waiting)
-        turn = Turn(answer, ids, None)
+        turn = Turn(answer, ids)
 
-        def show(text: str, _: Sequence[ToolCall]) -> dict[str, Any]:
-            return {"response": text}
+        def show(text: str, _: Sequence[ToolCall], thought: str) -> dict[str, Any]:
+            return {"response": text, **({"thinking": thought} if thought else {})}
 
         def ending() -> dict[str, Any]:
             return {"context": [*turn.prompt_ids, *turn.output.token_ids]}
@@ -89,8 +92,10 @@ class OllamaEndpoints:
             max_waiting=self._config.max_waiting,
         )
 
-        def show(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        def show(text: str, calls: Sequence[ToolCall], thought: str) -> dict[str, Any]:
             message: dict[str, Any] = {"role": "assistant", "content": text}
+            if thought:
+                message["thinking"] = thought
             if calls:
                 message["tool_calls"] = [_call(call) for call in calls]
             return {"message": message}
@@ -131,7 +136,7 @@ def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
 async def _respond(
     request: Request,
     turn: Turn,
-    show: Callable[[str, Sequence[ToolCall]], dict[str, Any]],
+    show: _Show,
     ending: Callable[[], dict[str, Any]],
     *,
     stream: bool,
@@ -144,27 +149,30 @@ async def _respond(
     headers = {"x-request-id": turn.answer.id}
     if stream:
         return LineStream(_lines(turn, show, ending), on_disconnect=turn.answer.abort, headers=headers)
-    text, calls = await turn.whole(request)
-    reply = {**_head(turn), **show(text, calls), **_figures(turn.output), **ending()}
+    parts = await turn.whole(request)
+    reply = {**_head(turn), **show(*gather(parts), _thought(parts)), **_figures(turn.output), **ending()}
     return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")
 
 
-async def _lines(
-    turn: Turn, show: Callable[[str, Sequence[ToolCall]], dict[str, Any]], ending: Callable[[], dict[str, Any]]
-) -> AsyncIterator[bytes]:
+def _thought(parts: Sequence[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Thought))
+
+
+async def _lines(turn: Turn, show: _Show, ending: Callable[[], dict[str, Any]]) -> AsyncIterator[bytes]:
     """Text as it comes; a call once it is whole, for so Ollama's clients expect it."""
     open_call: ToolCall | None = None
     try:
         async for parts in turn.parts():
             text, done, open_call = _sort(parts, open_call)
-            if text or done:
-                yield _line({**_head(turn), **show(text, done), "done": False})
+            thought = _thought(parts)
+            if text or done or thought:
+                yield _line({**_head(turn), **show(text, done, thought), "done": False})
     except SpoliaError as error:
         yield ollama_error_body(error) + b"\n"
         return
     if open_call is not None:
-        yield _line({**_head(turn), **show("", [open_call]), "done": False})
-    yield _line({**_head(turn), **show("", []), **_figures(turn.output), **ending()})
+        yield _line({**_head(turn), **show("", [open_call], ""), "done": False})
+    yield _line({**_head(turn), **show("", [], ""), **_figures(turn.output), **ending()})
 
 
 def _sort(parts: Sequence[Part], open_call: ToolCall | None) -> tuple[str, list[ToolCall], ToolCall | None]:

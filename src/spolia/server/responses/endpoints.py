@@ -21,7 +21,7 @@ from spolia.server.responses.schema import ResponsesRequest, messages_of, tool_u
 from spolia.server.routes import Route
 from spolia.server.served import ServedModels
 from spolia.server.sse import EventStream
-from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, ToolCall, gather
+from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, Thought, ToolCall, gather
 from spolia.server.turn import Conversation, Turn
 
 __all__ = ["ResponsesEndpoints"]
@@ -72,7 +72,7 @@ class ResponsesEndpoints:
         if body.stream:
             events = self._events(reply, messages)
             return EventStream(events, on_disconnect=turn.answer.abort, headers=headers)
-        text, calls = await turn.whole(request)
+        text, calls = gather(await turn.whole(request))
         shown = reply.ended(reply.items(text, calls))
         self._store(reply, messages, text, calls, shown)
         return Response(msgspec.json.encode(shown), headers=headers, media_type="application/json")
@@ -197,6 +197,8 @@ class _Reply:
                 item["content"][0]["text"] += text
                 at = {"item_id": item["id"], "output_index": len(self._done), "content_index": 0}
                 return [*begun, self._event("response.output_text.delta", **at, delta=text, logprobs=[])]
+            case Thought():  # OpenAI's shows none either
+                return []
             case CallBegan(_, id_, name):
                 ended = self._end_item()
                 self._open = _call_item(ToolCall(id_, name, ""), "in_progress")

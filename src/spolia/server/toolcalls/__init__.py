@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from spolia.server.toolcalls.formats import FORMATS, Format, format_of
 from spolia.server.toolcalls.parser import ToolCallParser
-from spolia.server.toolcalls.parts import CallArguments, CallBegan, Part, Text, ToolCall, gather
+from spolia.server.toolcalls.parts import CallArguments, CallBegan, Part, Text, Thought, ToolCall, gather
 from spolia.server.toolcalls.use import ToolUse
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Format",
     "Part",
     "Text",
+    "Thought",
     "ToolCall",
     "ToolCallParser",
     "ToolUse",

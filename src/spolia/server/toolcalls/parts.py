@@ -6,11 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["CallArguments", "CallBegan", "Part", "Text", "ToolCall", "gather"]
+__all__ = ["CallArguments", "CallBegan", "Part", "Text", "Thought", "ToolCall", "gather"]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """What the model thinks before it answers."""
+
     text: str
 
 
@@ -31,7 +38,7 @@ class CallArguments:
     text: str
 
 
-Part: TypeAlias = Text | CallBegan | CallArguments
+Part: TypeAlias = Text | Thought | CallBegan | CallArguments
 
 
 @dataclass(slots=True)
