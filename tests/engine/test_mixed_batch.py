@@ -117,6 +117,48 @@ def test_a_request_that_forbids_every_token_fails_alone_and_says_why():
     assert answered.token_ids == answers([([1], fine)])[0].token_ids
 
 
+@pytest.mark.parametrize("speculation", ["off", "auto"])
+def test_explaining_decisions_changes_no_answer_and_names_each_stage(speculation):
+    """A filter that the draw has built in is noted like any other; a processor by the parameter that asked for it."""
+    kinds = [
+        {"temperature": 0.0, "logit_bias": {5: 3.0}},
+        {"temperature": 0.7, "top_k": 9, "top_p": 0.9},
+        {"typical_p": 0.8, "suppress_tokens": [3, 4], "min_p": 0.01},
+        {"structured_outputs": {"regex": "[ab]{6}"}, "logits_processors": [Quiet]},
+    ]
+    names = [
+        ["model", "logit_bias"],
+        ["model", "temperature", "top_k", "top_p"],
+        ["model", "suppress_tokens", "min_p", "typical_p"],
+        ["model", "Quiet", "structured_outputs"],
+    ]
+    plain = [([1, 2], SamplingParams(max_tokens=6, seed=7, **kind)) for kind in kinds]
+    noted = [([1, 2], SamplingParams(max_tokens=6, seed=7, explain_candidates=2, **kind)) for kind in kinds]
+    expected_ones = answers(plain + plain, speculation=speculation)
+    noted_ones = answers(noted + noted, speculation=speculation)
+    for expected, output, stages in zip(expected_ones, noted_ones, names * 2, strict=True):
+        assert essence(output) == essence(expected)
+        assert expected.decisions is None
+        assert len(output.decisions) == len(output.token_ids)
+        for token_id, decision in zip(output.token_ids, output.decisions, strict=True):
+            assert [stage.name for stage in decision] == stages
+            assert decision[0].num_left == VOCAB_SIZE
+            assert all(len(stage.top) == min(2, stage.num_left) for stage in decision)
+            left = [stage.num_left for stage in decision]
+            assert left == sorted(left, reverse=True)
+            if stages[-1] == "structured_outputs":
+                assert left[-1] <= 2
+            if stages[-1] == "logit_bias":
+                assert decision[-1].top[0][0] == token_id
+
+
+class Quiet:
+    """A processor that changes nothing."""
+
+    def process(self, logits, rows):
+        return
+
+
 class Failing:
     """A user's processor with a mistake in it."""
 

@@ -154,3 +154,14 @@ def test_n_choices_compute_their_prompt_once(toy_url):
     before = metric(toy_url, "spolia_prefix_cache_hits_total")
     complete(toy_url, prompt=prompt, n=4, max_tokens=2, temperature=1.0)
     assert metric(toy_url, "spolia_prefix_cache_hits_total") - before >= 3 * 96
+
+
+def test_decisions_are_explained_on_request(toy_url):
+    reply = complete(toy_url, explain=True, explain_candidates=2, temperature=0, logit_bias={"65": 50}, max_tokens=2)
+    tokens = reply.json()["spolia"]["choices"][0]["tokens"]
+    assert [token["token"] for token in tokens] == ["A", "A"]
+    model, bias = tokens[0]["stages"]
+    assert (model["name"], bias["name"]) == ("model", "logit_bias")
+    assert bias["top"][0]["token"] == "A"
+    assert bias["top"][0]["probability"] > 0.99 > model["top"][0]["probability"]
+    assert "tokens" not in complete(toy_url, explain=True).json()["spolia"]["choices"][0]

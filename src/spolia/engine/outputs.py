@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from spolia.generation import TokenLogprobs
+from spolia.generation import Stage, TokenLogprobs
 from spolia.kvcache import Explanation, Ledger, Outcome, TokenRange
 from spolia.tiers import TierStats
 
@@ -46,6 +46,7 @@ class RequestOutput:
         explanation: why the other prompt tokens were not; None if the request was aborted before it was looked up.
         num_truncated_tokens: dropped from the prompt, which was too long; 0 unless that was asked for.
         prompt_logprobs: where asked for, one entry a prompt token from the second on: nothing comes before the first.
+        decisions: where asked for, per generated token the likeliest candidates after each stage.
         num_drafted_tokens: guessed ahead by speculation.
         num_accepted_tokens: of those, right, so that they cost no step of their own.
         seed: the one that was used; passing it again gives the same answer.
@@ -74,6 +75,7 @@ class RequestOutput:
     evicted_age_s: float | None = None
     num_truncated_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    decisions: tuple[tuple[Stage, ...], ...] | None = None
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
 

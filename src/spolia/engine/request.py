@@ -25,6 +25,7 @@ from spolia.generation import (
     Pipeline,
     RowSampling,
     SamplingParams,
+    Stage,
     StopPattern,
     TextStream,
     TokenLogprobs,
@@ -74,6 +75,11 @@ class Request:
     stop_pattern: StopPattern | None = None
     num_skipped_bytes: int = 0
     num_truncated_tokens: int = 0
+
+    @property
+    def decisions(self) -> tuple[tuple[Stage, ...], ...] | None:
+        """Notes of how each token came about, if they were asked for."""
+        return None if self.pipeline is None or self.pipeline.log is None else self.pipeline.log.decisions
 
     @property
     def may_end_early(self) -> bool:
@@ -327,6 +333,7 @@ class Sequence:
             seed=self.request.seed,
             num_truncated_tokens=self.request.num_truncated_tokens,
             prompt_logprobs=None if self.request.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            decisions=self.request.decisions,
             num_drafted_tokens=0 if self.pace is None else self.pace.num_drafted,
             num_accepted_tokens=0 if self.pace is None else self.pace.num_accepted,
             timings=Timings(

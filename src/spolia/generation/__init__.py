@@ -7,6 +7,7 @@ its parameters, its seed and its position, to the bit, whoever its neighbours in
 from __future__ import annotations
 
 from spolia.generation.beams import Beam, BeamParams, BeamSearch
+from spolia.generation.decisions import Stage
 from spolia.generation.drafting import MAX_DRAFTS, DraftPace, prompt_lookup
 from spolia.generation.healing import Healing
 from spolia.generation.history import History
@@ -43,6 +44,7 @@ __all__ = [
     "Sampler",
     "Samples",
     "SamplingParams",
+    "Stage",
     "StopPattern",
     "StructuredOutput",
     "TextStream",

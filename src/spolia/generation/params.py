@@ -76,6 +76,7 @@ _OPTIONAL_INTEGERS = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "forced_bos_token_id": (0, MAX_INT),
+    "explain_candidates": (1, MAX_LOGPROBS),
     "truncate_prompt_tokens": (1, MAX_INT),
     "thinking_budget": (0, MAX_INT),
 }
@@ -107,6 +108,8 @@ class SamplingParams:
         ignore_eos: generate past the model's own end-of-text tokens.
         logprobs: report each token's log-probability and this many most likely alternatives (0 to 20). They are those
             of the model's distribution, before temperature and filters. None: do not.
+        explain_candidates: tell for each token this many of the likeliest candidates before and after each processor
+            and filter. Changes no answer.
         prompt_logprobs: the same for the prompt's tokens, each after those before it. None: do not.
         stop_regex: a regular expression (Rust's, no look-around); the answer ends after the first place that matches.
         stopping_criteria: Python only: functions of the ids so far, prompt included, as an int32 array, that are true
@@ -181,6 +184,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    explain_candidates: int | None = None
     prompt_logprobs: int | None = None
     stop_regex: str | None = None
     stopping_criteria: tuple[Any, ...] = ()

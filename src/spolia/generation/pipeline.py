@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.errors import Bug, InvalidRequest
+from spolia.generation.decisions import DecisionLog
 from spolia.generation.history import History
 from spolia.generation.params import FILTER_NAMES, SamplingParams
 from spolia.generation.processors import biases, filters, length, penalties
@@ -219,14 +220,21 @@ class Pipeline:
     Attributes:
         draw_params: how to draw from what `process` leaves: the request's own, or, if the filters are part of the
             pipeline, without any.
+        log: notes of each decision, where asked for.
         trouble: why no token can be drawn from the last row although the model had some: all were forbidden, or a
             processor raised; None if one can.
     """
 
     def __init__(
-        self, processors: Sequence[Processor], draw_params: SamplingParams, vocab_size: int, form: GrammarMask | None
+        self,
+        processors: Sequence[Processor],
+        draw_params: SamplingParams,
+        vocab_size: int,
+        form: GrammarMask | None,
+        log: DecisionLog | None = None,
     ) -> None:
         self._processors = processors
+        self.log = log
         self._form = form
         self._vocab_size = vocab_size
         self.draw_params = draw_params
@@ -295,30 +303,40 @@ def build_pipeline(
     """
     asked = Asked(params, vocabulary, max_tokens)
     _check_ids(params, vocabulary.size)
-    processors = [] if first is None else [first]
-    processors += [made for factory in PROCESSORS.values() if (made := factory(asked)) is not None]
-    processors += [own_processor(entry, known or {}) for entry in params.logits_processors]
+    named = [] if first is None else [("token_healing", first)]
+    named += [(name, made) for name, factory in PROCESSORS.items() if (made := factory(asked)) is not None]
+    own = [own_processor(entry, known or {}) for entry in params.logits_processors]
+    named += [(type(processor).__name__, processor) for processor in own]
     form = None
     if params.structured_outputs is not None:
         form = vocabulary.grammars.compile(params.structured_outputs)
-        processors.append(form)
+        named.append(("structured_outputs", form))
     if params.renormalize_logits:
-        processors.append(filters.Renormalise())
+        named.append(("renormalize_logits", filters.Renormalise()))
     draw_params = params
-    if not params.is_greedy and (named := _filters(params)):
-        processors += named
-        draw_params = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    plain: list[tuple[str, Processor]] = []
+    if not params.is_greedy:
+        ordered, is_plain = _filters(params)
+        if is_plain:
+            plain = ordered
+        else:
+            named += ordered
+            draw_params = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    if params.explain_candidates is not None:
+        log = DecisionLog(params.explain_candidates)
+        return Pipeline(log.interleave(named, plain), draw_params, vocabulary.size, form, log)
+    processors = [processor for _, processor in named]
     return Pipeline(processors, draw_params, vocabulary.size, form) if processors else None
 
 
-def _filters(params: SamplingParams) -> list[Processor]:
-    """Filters in their order; none if those that are asked for are plain, and in their usual order."""
+def _filters(params: SamplingParams) -> tuple[list[tuple[str, Processor]], bool]:
+    """Filters in their order, and whether the draw has all of them built in, in that order."""
     names = ("temperature", "mirostat") if params.mirostat else FILTER_NAMES
     made = {name: it for name in names if (it := FILTERS[name](params)) is not None}
-    if made.keys() <= _PLAIN_FILTERS and not params.dynatemp_range and not params.filter_order:
-        return []
     moved = iter([name for name in params.filter_order if name in made])
-    return [made[next(moved) if name in params.filter_order else name] for name in made]
+    ordered = [next(moved) if name in params.filter_order else name for name in made]
+    is_plain = made.keys() <= _PLAIN_FILTERS and not params.dynatemp_range and not params.filter_order
+    return [(name, made[name]) for name in ordered], is_plain
 
 
 def _check_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -201,12 +201,39 @@ class Answer:
         """What `"explain": true` adds: per choice, what was reused and why not more, and where the time went."""
         return {"choices": [self._explain(choice) for choice in sorted(self.outputs)]}
 
+    def _decisions(self, output: RequestOutput) -> dict[str, Any]:
+        """How each token came about, if `explain_candidates` asked for it."""
+        if output.decisions is None:
+            return {}
+        text = self._engine.model.tokenizer.token_text
+        tokens = [
+            {
+                "token_id": token_id,
+                "token": text(token_id),
+                "stages": [
+                    {
+                        "name": stage.name,
+                        "num_left": stage.num_left,
+                        "top": [{"token_id": id_, "token": text(id_), "probability": p} for id_, p in stage.top],
+                    }
+                    for stage in stages
+                ],
+            }
+            for token_id, stages in zip(output.token_ids, output.decisions, strict=False)
+        ]
+        return {
+            "tokens": tokens,
+            "num_drafted_tokens": output.num_drafted_tokens,
+            "num_accepted_tokens": output.num_accepted_tokens,
+        }
+
     def _explain(self, choice: int) -> dict[str, Any]:
         output = self.outputs[choice]
         timings = output.timings
         return {
             "index": choice,
             **self._explained[choice].facts,
+            **self._decisions(output),
             "seed": output.seed,
             "timings": {
                 "queue_s": timings.queue_s,

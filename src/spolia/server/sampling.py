@@ -56,6 +56,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
 
+    explain_candidates: int | None = None
     prompt_logprobs: int | None = None
     stop_regex: str | None = None
     max_time: float | None = None
