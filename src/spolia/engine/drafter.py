@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
+
 from spolia.engine.request import Sequence
 from spolia.generation import prompt_lookup
 from spolia.kvcache import KVCache
@@ -13,6 +15,8 @@ __all__ = ["Drafter", "make_drafter"]
 
 class Drafter:
     """Writes guesses behind the known tokens of running sequences. See `Sequence.num_drafts`.
+
+    What a form forces is guessed first: a schema's names and punctuation take a step together.
 
     Args:
         cache: asked for what followed the same tokens before, in the same namespace; None: do not.
@@ -36,7 +40,10 @@ class Drafter:
     def _draft_for(self, sequence: Sequence, wanted: int) -> None:
         known = sequence.known_ids
         guess = known[:0]
-        if self._cache is not None:
+        pipeline = sequence.request.pipeline
+        if pipeline is not None and sequence.num_generated_tokens:
+            guess = np.array(pipeline.forced_ids()[:wanted], np.int32)
+        if not len(guess) and self._cache is not None:
             guess = self._cache.continuation(sequence.request.namespace, known, wanted)
         if not len(guess) and self._looks_back:
             guess = prompt_lookup(known, wanted)

@@ -255,6 +255,10 @@ class Pipeline:
         self._form.take(self._history)
         return self._form.is_complete
 
+    def forced_ids(self) -> list[int]:
+        """Tokens that the form of the answer leaves no choice about; often none."""
+        return [] if self._form is None else self._form.forced_ids()
+
     def process(self, logits: Logits, position: int) -> None:
         """Change a row in place.
 

@@ -130,6 +130,12 @@ class GrammarMask:
         self.is_complete = self._matcher.is_stopped() and not self._matcher.is_error()
         self._next = self._pool.submit(self._forbidden)
 
+    def forced_ids(self) -> list[int]:
+        """Tokens that must follow, as the model's own tokenizer would cut them; a guess, as other cuts are allowed."""
+        if self._next is not None:
+            self._next.exception()  # waits
+        return [] if self.is_complete or self._matcher.is_error() else self._matcher.compute_ff_tokens()
+
     def process(self, logits: Logits, rows: Sequence[History]) -> None:
         (history,) = rows
         self.take(history)
