@@ -10,12 +10,13 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spolia.engine import Delta, RequestOutput, TokenLogprobs
+from spolia.engine import Delta, RequestOutput, TokenLogprobs, Wish
 from spolia.errors import InvalidRequest
 from spolia.generation import ReasoningSplitter
 from spolia.models import Model, Tokenizer
 from spolia.server.answer import Answer
 from spolia.server.body import read_body
+from spolia.server.cache_control import last_mark, wish_up_to
 from spolia.server.config import ServerConfig
 from spolia.server.conversations import history
 from spolia.server.encoding import encode, params_of_choices
@@ -111,7 +112,7 @@ class ChatEndpoint:
             params if tool_use is None else [await tool_use.prepare(each, served.engine) for each in params],
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
-            wishes=body.wishes(),
+            wishes=[*body.wishes(), *(await _marked(model, body, ids, options))],
             messages=history(body.messages, tools=body.tools, template=body.chat_template_kwargs),
             turn=turn,
         )
@@ -129,6 +130,22 @@ def _thoughts(body: ChatRequest, model: Model, prompt_ids: list[int]) -> list[Re
         return None
     end = model.tokenizer.decode(prompt_ids[-(len(opening) + 4) :], skip_special=False).rstrip()
     return [ReasoningSplitter(opening, closing, is_open=end.endswith(opening)) for _ in range(body.num_choices)]
+
+
+async def _marked(model: Model, body: ChatRequest, ids: Sequence[int], options: Mapping[str, Any]) -> list[Wish]:
+    """What `cache_control` in the messages asks for: the prompt up to the end of the last message with one."""
+    mark = last_mark(body.messages)
+    if mark is None or body.session is not None:  # a session's history is not in the request
+        return []
+    index, ttl_s = mark
+    try:
+        text = render_chat(model, body.messages[: index + 1], add_generation_prompt=False, **options)
+    except InvalidRequest:  # a template that takes the whole and not this part of it
+        return []
+    beginning = await encode(model.tokenizer, text, add_special=False)
+    pairs = enumerate(zip(beginning, ids, strict=False))
+    num_tokens = next((i for i, (one, other) in pairs if one != other), min(len(beginning), len(ids)))
+    return wish_up_to(num_tokens, ttl_s)
 
 
 class _ChatRendering:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
 
-from spolia.engine import RequestOutput, SamplingParams
+from spolia.engine import RequestOutput, SamplingParams, Wish
 from spolia.generation import ReasoningSplitter
 from spolia.models import Model
 from spolia.server.answer import Answer
@@ -80,10 +80,12 @@ class Turn:
         *,
         cache_salt: str,
         max_waiting: int,
+        wishes: Callable[[Sequence[int]], Awaitable[Sequence[Wish]]] | None = None,
     ) -> Turn:
         """Queue the turn. Errors are those of `Conversation.encode` and `Answer.submit`."""
         model, tool_use = served.engine.model, conversation.tool_use
         ids = await conversation.encode(served)
+        wished = () if wishes is None else await wishes(ids)
         if tool_use is None:
             await served.engine.prepare(params)
         else:
@@ -95,6 +97,7 @@ class Turn:
             [params],
             cache_salt=cache_salt,
             max_waiting=max_waiting,
+            wishes=wished,
             messages=history(conversation.messages, tools=None if tool_use is None else tool_use.tools),
         )
         return cls(answer, ids, None if tool_use is None else tool_use.parser(model), _splitter(model, ids))

@@ -10,11 +10,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spolia.engine import SamplingParams
+from spolia.engine import SamplingParams, Wish
 from spolia.errors import InvalidRequest, SpoliaError
-from spolia.server.anthropic.messages import conversation, up_to_last_breakpoint
+from spolia.server.anthropic.messages import conversation, marked_ttl_s, up_to_last_breakpoint
 from spolia.server.anthropic.schema import CountRequest, MessagesReply, MessagesRequest, Usage
 from spolia.server.body import read_body
+from spolia.server.cache_control import wish_up_to
 from spolia.server.config import ServerConfig
 from spolia.server.errors import anthropic_error_body
 from spolia.server.routes import Route
@@ -47,6 +48,13 @@ class AnthropicEndpoints:
     async def create(self, request: Request) -> Response:
         body = await read_body(request, MessagesRequest, max_bytes=self._config.max_body_bytes)
         served = self._models.get(body.model)
+        marked = 0
+
+        async def keep(prompt_ids: Sequence[int]) -> Sequence[Wish]:
+            nonlocal marked
+            marked = await _num_marked(body, served, prompt_ids)
+            return wish_up_to(marked, marked_ttl_s(body))
+
         turn = await Turn.begin(
             "msg",
             served,
@@ -54,8 +62,8 @@ class AnthropicEndpoints:
             _sampling_params(body),
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
+            wishes=keep,
         )
-        marked = await _num_marked(body, served, turn.prompt_ids)
         message = _Message(turn, marked)
         headers = {"request-id": turn.answer.id, "x-request-id": turn.answer.id}
         if body.stream:

@@ -8,10 +8,11 @@ from typing import Any
 
 from spolia.errors import InvalidRequest
 from spolia.server.anthropic.schema import CountRequest, Tool
+from spolia.server.cache_control import ttl_s_of
 from spolia.server.toolcalls import ToolUse
 from spolia.server.turn import Conversation
 
-__all__ = ["conversation", "up_to_last_breakpoint"]
+__all__ = ["conversation", "marked_ttl_s", "up_to_last_breakpoint"]
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -46,6 +47,17 @@ def up_to_last_breakpoint(body: CountRequest) -> Conversation | None:
     if any(map(_is_marked, blocks)) or any(tool.cache_control for tool in body.tools or ()):
         return conversation(_of(body, [{"role": "user", "content": ""}]))
     return None
+
+
+def marked_ttl_s(body: CountRequest) -> float:
+    """How long what is marked is to be kept: the longest that any mark says."""
+    blocks: list[object] = [*body.system] if isinstance(body.system, list) else []
+    for message in body.messages:
+        content = message.get("content")
+        blocks += content if isinstance(content, list) else []
+    marks = [block["cache_control"] for block in blocks if isinstance(block, Mapping) and _is_marked(block)]
+    marks += [tool.cache_control for tool in body.tools or () if tool.cache_control]
+    return max(map(ttl_s_of, marks), default=0.0)
 
 
 def _of(body: CountRequest, messages: list[dict[str, Any]]) -> CountRequest:
