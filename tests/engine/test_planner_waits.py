@@ -8,6 +8,8 @@ import time
 import pytest
 
 from spolia.engine import Engine, SamplingParams
+from spolia.engine.calibration import NUM_TOKENS as NUM_CALIBRATED
+from spolia.engine.calibration import measure_step_s
 from spolia.kernels import BLOCK_SIZE
 from spolia.tiers import FetchPolicy, Tier
 from tiers.faults import FaultyBackend
@@ -17,7 +19,7 @@ from .toy import answer, toy_engine
 NUM_TOKENS = 2_000
 TOKENS_PER_S = 3_000
 ONE = SamplingParams(temperature=0.0, max_tokens=1)
-SLACK_S = 0.1
+SLACK_S = 0.15
 """For what does not scale: threads that are woken, and a machine that does other things."""
 
 
@@ -59,9 +61,10 @@ def backend() -> FaultyBackend:
 
 
 def first_token_s(backend: FaultyBackend, fetch: FetchPolicy) -> float:
-    """Of an engine that has computed another prompt before, and knows the tier's speed or not."""
+    """Of an engine that knows how fast it computes, and not how fast the tier is."""
     engine = engine_on(backend, fetch)
-    answer(engine, prompt(1)[:500], ONE)
+    step_s = measure_step_s(engine.core.executable, engine.core.cache, time.monotonic)
+    engine.core._tiering.note_step(NUM_CALIBRATED, step_s)
     timings = answer(engine, prompt(0), ONE).timings
     engine.core._tiering._mover.close()
     return timings.first_token_s
@@ -72,8 +75,9 @@ def test_the_wait_is_that_of_the_better_choice(backend, speed):
     """`speed`: of reading, relative to computing the same tokens."""
     size = len(next(iter(backend.values.values())))
     backend.bytes_per_s = speed * TOKENS_PER_S * size / BLOCK_SIZE
-    computed_s, restored_s = NUM_TOKENS / TOKENS_PER_S, NUM_TOKENS / TOKENS_PER_S / speed
-    # Of three: other programs only ever add to it.
-    waits_s = [first_token_s(backend, "planned") for _ in range(3)]
-    assert min(waits_s) <= 1.15 * min(computed_s, restored_s) + SLACK_S
+    choices_s = [first_token_s(FaultyBackend(), "wait") for _ in range(2)]
+    if speed > 1:  # else it is the worse choice anyway
+        choices_s += [first_token_s(backend, "wait") for _ in range(2)]
+    # The least of some: other programs only ever add to it.
+    assert min(first_token_s(backend, "planned") for _ in range(3)) <= 1.15 * min(choices_s) + SLACK_S
     backend.bytes_per_s = None

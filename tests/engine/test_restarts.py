@@ -104,3 +104,14 @@ def test_all_tiers_at_once_give_the_same_answers(model, tmp_path):
         restored = llm.stats.counters.num_restored_tokens
     assert restored["host"] > 0
     assert restored["disk"] > 0
+
+
+def test_measuring_at_the_start_leaves_the_cache_empty_and_tells_how_fast_prompts_are_computed(model, tmp_path):
+    with LLM(model, kv_memory=1 << 20, num_threads=1, kv_disk=tmp_path) as llm:
+        core = llm._engine.core
+        assert core.tiering.planner.tokens_per_s > 10
+        assert [(ledger.free, ledger.leased) for ledger in core.cache.ledger()] == [
+            (core.cache.groups[0].num_blocks, 0)
+        ]
+        core.cache.check()
+        assert core.cache.stats.num_opened == 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spolia.engine.admission import Admission
+from spolia.engine.calibration import NUM_TOKENS, measure_step_s
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer
 from spolia.engine.drafter import make_drafter
@@ -111,6 +112,10 @@ def build_engine(
         drafter=make_drafter(config.speculation, cache),
         check=config.check,
     )
+    if uses and config.kv_fetch == "planned":
+        step_s = measure_step_s(executable, cache, clock)
+        if step_s is not None:
+            tiering.note_step(NUM_TOKENS, step_s)
     # Everything that KV bits depend on besides the tokens. The digest covers weights and config.
     owner = {
         "model": model.digest,

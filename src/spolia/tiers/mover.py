@@ -331,9 +331,9 @@ class Mover:
         index = 0
         for tier, count in segments:
             stop = index + count
-            if not self.is_worth(tier, count):
-                return
             while index < stop:
+                if not self.is_worth(tier, stop - index):  # each run has told more of how fast it is
+                    return
                 size = min(self._run_blocks, stop - index)
                 run = self._read_run(restore, tier, keys[index * num_groups : (index + size) * num_groups], index)
                 if run is None:

@@ -1,0 +1,43 @@
+"""How fast this machine computes prompts, before it has computed any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from spolia.kernels import BLOCK_SIZE, Executable, StepInputs
+from spolia.kvcache import KVCache
+
+__all__ = ["NUM_TOKENS", "measure_step_s"]
+
+NUM_TOKENS = 64
+_NUM_STEPS = 2
+_NAMESPACE = b"calibration"
+
+
+def measure_step_s(executable: Executable, cache: KVCache, clock: Callable[[], float]) -> float | None:
+    """Seconds that a step of `NUM_TOKENS` prompt tokens takes, the least of two; None if there is no room for them.
+
+    Leaves the cache as it was: nothing is committed.
+    """
+    ids = np.zeros(NUM_TOKENS, np.int32)
+    with cache.open_restore(_NAMESPACE, ids) as lease:
+        if cache.grow(lease, NUM_TOKENS) is None:
+            return None
+        step = StepInputs(
+            token_ids=ids,
+            positions=np.arange(NUM_TOKENS, dtype=np.int32),
+            row_starts=np.array([0, NUM_TOKENS], np.int32),
+            block_tables=tuple(
+                lease.block_table(group)[None, : NUM_TOKENS // BLOCK_SIZE].copy() for group in range(len(cache.groups))
+            ),
+            logit_rows=np.array([NUM_TOKENS - 1], np.int32),
+        )
+        logits = np.empty((1, executable.vocab_size), np.float32)
+        times_s = []
+        for _ in range(_NUM_STEPS):
+            begun_s = clock()
+            executable.run(step, logits)
+            times_s.append(clock() - begun_s)
+    return min(times_s)
