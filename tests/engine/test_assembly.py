@@ -88,3 +88,16 @@ def test_a_batch_answers_as_its_requests_alone(model, llm):
         alone = [other.generate(prompt, GREEDY) for prompt in prompts]
     assert [o.token_ids for o in together] == [o.token_ids for o in alone]
     assert [o.text for o in together] == [o.text for o in alone]
+
+
+def test_the_fingerprint_is_of_what_decides_an_answer_and_of_nothing_else(smollm2_path):
+    model = load(smollm2_path)
+    small = {"max_context": 64, "kv_memory": 1 << 22}
+
+    def fingerprint(**settings):
+        return build_engine(model, EngineConfig(**small, **settings)).fingerprint
+
+    plain = fingerprint()
+    assert plain.startswith("spolia-")
+    assert fingerprint(num_threads=1, max_batch_tokens=32, cache_salt="secret", speculation="auto") == plain
+    assert fingerprint(kv_dtype="f32") != plain

@@ -220,7 +220,7 @@ def toy_engine(
         max_context=max_context,
         stream_interval_ms=stream_interval_ms,
     )
-    return Engine(model=ToyModel(), config=config, admission=admission, core=core)  # type: ignore[arg-type]
+    return Engine(model=ToyModel(), config=config, admission=admission, core=core, fingerprint="toy")  # type: ignore[arg-type]
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)

@@ -170,3 +170,9 @@ def test_the_largest_seed_serves_for_several_choices_too(toy_url):
     first, second = httpx.post(f"{toy_url}/v1/completions", json=body).json()["choices"]
     (zero,) = httpx.post(f"{toy_url}/v1/completions", json={**body, "n": 1, "seed": 0}).json()["choices"]
     assert first["text"] != second["text"] == zero["text"]
+
+
+def test_an_answer_carries_the_systems_fingerprint(client):
+    assert greedy(client, "x", 2).system_fingerprint == "toy"
+    chat = client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "x"}], max_tokens=2)
+    assert chat.system_fingerprint == "toy"

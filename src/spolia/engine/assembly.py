@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spolia import __version__
 from spolia.engine.admission import Admission
 from spolia.engine.calibration import NUM_TOKENS, measure_step_s
 from spolia.engine.config import EngineConfig
@@ -30,12 +31,15 @@ class Engine:
 
     Attributes:
         config: as resolved: nothing that was to be measured is None.
+        fingerprint: of all that an answer depends on besides its request: model file, KV type, numerics, version. Two
+            engines with one fingerprint give one answer to a request with a seed.
     """
 
     model: Model
     config: EngineConfig
     admission: Admission
     core: EngineCore
+    fingerprint: str
 
 
 def build_engine(
@@ -143,7 +147,9 @@ def build_engine(
         max_sequences=max_sequences,
         kv_memory=sum(count * size for count, size in zip(num_blocks, block_bytes, strict=True)),
     )
-    return Engine(model=model, config=resolved, admission=admission, core=core)
+    facts = {**owner, "engine_salt": "", "version": __version__}  # the salt decides who shares, not what is answered
+    fingerprint = f"spolia-{namespace_key(**facts).hex()[:16]}"
+    return Engine(model=model, config=resolved, admission=admission, core=core, fingerprint=fingerprint)
 
 
 def _fitting_tokens(cache: KVCache, max_context: int, max_batch_tokens: int) -> int:

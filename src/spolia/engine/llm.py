@@ -78,6 +78,11 @@ class LLM:
         return self._engine.model
 
     @property
+    def fingerprint(self) -> str:
+        """Of all that an answer depends on besides its request."""
+        return self._engine.fingerprint
+
+    @property
     def config(self) -> EngineConfig:
         """The settings as resolved at start: nothing that was to be measured is left None."""
         return self._engine.config

@@ -141,6 +141,10 @@ class Answer:
     def model(self) -> str:
         return self._served.name
 
+    @property
+    def fingerprint(self) -> str:
+        return self._engine.fingerprint
+
     def prompt_token_ids(self, choice: int) -> list[int]:
         ids: list[int] = self._streams[choice].request.prompt_token_ids.tolist()
         return ids

@@ -186,6 +186,7 @@ class _ChatRendering:
         ]
         answer = self._answer
         reply = ChatReply(answer.id, answer.created, answer.model, choices, usage=extras.usage, spolia=extras.spolia)
+        reply.system_fingerprint = answer.fingerprint
         if self._with_prompt_logprobs:
             reply.prompt_logprobs = prompt_logprobs(outputs[0], self._tokenizer)
         return reply

@@ -92,7 +92,9 @@ class _CompletionRendering:
             )
             for index, output in enumerate(outputs)
         ]
-        return self._reply(choices, extras)
+        reply = self._reply(choices, extras)
+        reply.system_fingerprint = self._answer.fingerprint
+        return reply
 
     def chunk(self, choice: int, delta: Delta) -> CompletionReply:
         part = CompletionChoice(choice, delta.text)

@@ -95,6 +95,7 @@ class CompletionReply(msgspec.Struct):
     choices: list[CompletionChoice]
     object: str = "text_completion"
     usage: Usage | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET
     spolia: dict[str, Any] | UnsetType = UNSET
 
 
@@ -163,6 +164,7 @@ class ChatReply(msgspec.Struct):
     choices: list[ChatChoice]
     object: str = "chat.completion"
     usage: Usage | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET
     spolia: dict[str, Any] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
