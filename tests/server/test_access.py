@@ -151,6 +151,21 @@ def test_another_tenants_prompt_is_no_diverging_neighbour(url):
     assert choice["num_cached_tokens"] == 0
 
 
+def test_what_one_tenant_keeps_is_not_there_for_another(url):
+    body = {"model": "toy", "input": "mine", "max_output_tokens": 2}
+    response = httpx.post(f"{url}/v1/responses", json=body, headers=bearer(ALICE)).json()["id"]
+    stream = complete(url, ALICE, "mine", stream=True, resumable=True).headers["x-request-id"]
+    session = httpx.post(f"{url}/v1/sessions", json={"model": "toy"}, headers=bearer(ALICE)).json()["id"]
+    for path in (f"/v1/responses/{response}", f"/v1/streams/{stream}", f"/v1/sessions/{session}"):
+        assert httpx.get(url + path, headers=bearer(ALICE_2)).status_code == 200, path
+        assert httpx.get(url + path, headers=bearer(BOB)).status_code == 404, path
+        assert httpx.get(url + path).status_code == 401, path
+    body |= {"previous_response_id": response}
+    assert httpx.post(f"{url}/v1/responses", json=body, headers=bearer(BOB)).status_code == 404
+    assert complete(url, BOB, "x", session=session).status_code == 404
+    assert httpx.get(f"{url}/v1/sessions", headers=bearer(BOB)).json()["data"] == []
+
+
 def test_requests_are_limited_by_the_minute_and_come_back():
     clock = Clock()
     account = Account(KeySettings(name="k", requests_per_minute=2), clock)
