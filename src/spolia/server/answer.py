@@ -35,6 +35,7 @@ class Answer:
     Attributes:
         id: of the whole answer; the engine's requests are `id-choice`.
         outputs: by choice, those that have ended.
+        num_moved_lines: that the canonicaliser moved; None if it was not asked for.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Answer:
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.outputs: dict[int, RequestOutput] = {}
+        self.num_moved_lines: int | None = None
         self._served = served
         self._engine = served.engine
         self._num_choices = num_choices
@@ -199,6 +201,7 @@ class Answer:
             completion_tokens=sum(len(output.token_ids) for output in self.outputs.values()),
             cached_tokens=sum(output.num_cached_tokens for output in firsts),
             truncated_tokens=sum(output.num_truncated_tokens for output in firsts),
+            moved_lines=self.num_moved_lines,
         )
 
     def explanation(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from spolia.models import Model, Tokenizer
 from spolia.server.answer import Answer
 from spolia.server.body import read_body
 from spolia.server.cache_control import last_mark, wish_up_to
+from spolia.server.canonical import canonical
 from spolia.server.config import ServerConfig
 from spolia.server.conversations import history
 from spolia.server.encoding import encode, params_of_choices
@@ -87,6 +88,9 @@ class ChatEndpoint:
         body = await read_body(request, ChatRequest, max_bytes=self._config.max_body_bytes)
         served = self._models.get(body.model)
         body.check()
+        num_moved_lines = None
+        if body.canonicalise:
+            body.messages, num_moved_lines = canonical(body.messages)
         model = served.engine.model
         tool_use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
         options: dict[str, Any] = {"tool_use": tool_use, "template_kwargs": body.chat_template_kwargs or {}}
@@ -118,6 +122,7 @@ class ChatEndpoint:
         )
         parsers = [tool_use.parser(model) for _ in params] if tool_use is not None else None
         thoughts = _thoughts(body, model, ids)
+        answer.num_moved_lines = num_moved_lines
         return await respond(request, body, answer, _ChatRendering(body, answer, model.tokenizer, parsers, thoughts))
 
 

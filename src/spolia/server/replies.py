@@ -50,12 +50,22 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    moved_lines: int | UnsetType = UNSET
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int, truncated_tokens: int = 0) -> Usage:
+    def of(
+        cls,
+        prompt_tokens: int,
+        completion_tokens: int,
+        cached_tokens: int,
+        truncated_tokens: int = 0,
+        moved_lines: int | None = None,
+    ) -> Usage:
         total_tokens = prompt_tokens + completion_tokens
         details = PromptTokensDetails(cached_tokens, truncated_tokens or UNSET)
-        return cls(prompt_tokens, completion_tokens, total_tokens, details)
+        return cls(
+            prompt_tokens, completion_tokens, total_tokens, details, UNSET if moved_lines is None else moved_lines
+        )
 
 
 class CompletionLogprobs(msgspec.Struct):
