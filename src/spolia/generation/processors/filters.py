@@ -33,6 +33,7 @@ Kept = NDArray[np.bool_]
 _TOP_H_TOKENS = 100
 _XTC = 1  # the purpose of its draws
 _BITS = 1 / math.log(2)
+_NUM_BINS, _BINS_PER_UNIT = 4_096, 64
 
 
 class RemoveInvalid:
@@ -283,18 +284,14 @@ def _entropy(p: NDArray[np.float32], scores: Logits) -> float:
 def _first_with_mass(keys: Logits, weights: NDArray[np.float32], mass: float) -> NDArray[np.intp]:
     """The fewest indices, in ascending order of key, whose weights reach `mass`; at least one.
 
-    Sorting a whole vocabulary would take longer than the model does. So only keys below some limit are sorted, and the
-    limit rises until they suffice.
+    Sorting a whole vocabulary would take longer than the model does. So keys are put into narrow bins, and only the bin
+    in which the mass is reached is sorted. The last index has the largest key.
     """
-    least = float(keys.min())
-    depth = 0.5
-    while depth < 64.0:
-        chosen = np.flatnonzero(keys <= least + depth)
-        if weights[chosen].sum(dtype=np.float64) >= mass:
-            break
-        depth *= 2
-    else:
-        chosen = np.arange(len(keys))
-    chosen = chosen[np.argsort(keys[chosen], kind="stable")]
-    num_kept = int(np.searchsorted(np.cumsum(weights[chosen], dtype=np.float64), mass)) + 1
-    return chosen[:num_kept]
+    bins = np.minimum((keys - keys.min()) * np.float32(_BINS_PER_UNIT), _NUM_BINS - 1).astype(np.intp)
+    masses = np.bincount(bins, weights=weights)
+    edge = min(int(np.searchsorted(np.cumsum(masses), mass)), len(masses) - 1)
+    below, within = np.flatnonzero(bins < edge), np.flatnonzero(bins == edge)
+    within = within[np.argsort(keys[within], kind="stable")]
+    reached = masses[:edge].sum() + np.cumsum(weights[within], dtype=np.float64)
+    num_kept = int(np.searchsorted(reached, mass)) + 1
+    return np.concatenate([below, within[:num_kept]])

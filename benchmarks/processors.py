@@ -1,0 +1,78 @@
+"""What logits processors cost: time to sample 64 rows of a vocabulary of 151,936, by what the rows ask for.
+
+Every row is a sequence of 1,000 prompt tokens and 200 of its answer, with a pipeline of its own. Prints a JSON line a
+setting: milliseconds for all rows (best of five, all settings in turn), and that less the greedy batch's. Compare it
+with a step of 64 streams of a model of that vocabulary: `spolia bench MODEL --only batch --concurrency 64`.
+
+    python benchmarks/processors.py
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+
+from spolia.generation import RowSampling, Sampler, SamplingParams, Vocabulary, build_pipeline
+
+NUM_ROWS, VOCAB_SIZE = 64, 151_936
+VOCABULARY = Vocabulary(
+    VOCAB_SIZE,
+    eos_token_ids=(1,),
+    encode=lambda text: list(text.encode()),
+    token_bytes=lambda token_id: bytes([token_id % 256]),
+    is_special=lambda _: False,
+)
+FIVE = {
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "no_repeat_ngram_size": 3,
+    "logit_bias": {5: 1.0},
+    "suppress_tokens": [7],
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "greedy, five processors": {"temperature": 0.0, **FIVE},
+    "top-k and top-p": {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
+    "top-k and top-p, five processors": {"temperature": 0.7, "top_k": 50, "top_p": 0.9, **FIVE},
+    "DRY and XTC": {"min_p": 0.05, "xtc_probability": 0.5, "dry_multiplier": 0.8},
+    "typical": {"typical_p": 0.9},
+    "top-n-sigma": {"top_n_sigma": 1.0},
+    "mirostat": {"mirostat": 2},
+    "watermark": {"watermark": {}},
+}
+
+
+def rows_of(options: dict[str, Any], rng: np.random.Generator) -> list[RowSampling]:
+    params = SamplingParams(**options)
+    rows = []
+    for seed in range(NUM_ROWS):
+        pipeline = build_pipeline(params, VOCABULARY, max_tokens=1_000)
+        if pipeline is not None:
+            pipeline.follow(rng.integers(0, VOCAB_SIZE, 1_300).astype(np.int32), 1_000, seed=seed)
+        drawn_with = params if pipeline is None else pipeline.draw_params
+        rows.append(RowSampling(drawn_with, seed, 1_200, np.empty(0, np.int32), pipeline))
+    return rows
+
+
+def main() -> None:
+    rng = np.random.default_rng(0)
+    logits = (rng.standard_normal((NUM_ROWS, VOCAB_SIZE)) * 3).astype(np.float32)
+    sampler = Sampler(VOCAB_SIZE)
+    rows = {name: rows_of(options, rng) for name, options in SETTINGS.items()}
+    best = dict.fromkeys(SETTINGS, float("inf"))
+    for _ in range(5):
+        for name in SETTINGS:
+            copy = logits.copy()
+            started_s = time.perf_counter()
+            sampler.sample(copy, rows[name])
+            best[name] = min(best[name], time.perf_counter() - started_s)
+    for name, seconds in best.items():
+        more = 1e3 * (seconds - best["greedy"])
+        print(json.dumps({"setting": name, "ms": round(1e3 * seconds, 1), "ms_more_than_greedy": round(more, 1)}))
+
+
+if __name__ == "__main__":
+    main()
