@@ -415,6 +415,7 @@ class EngineCore:
                 num_preemptions=self._num_preemptions,
                 num_finished=dict(self._num_finished),
                 num_restored_tokens=dict(self._num_restored),
+                num_lost_blocks=0 if self._tiering is None else self._tiering.num_lost_blocks,
             ),
             ledger=tuple(self.cache.ledger()),
         )

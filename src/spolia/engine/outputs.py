@@ -128,6 +128,7 @@ class Counters:
         num_prompt_tokens: prompt tokens of requests that were looked up in the cache.
         num_cached_tokens: of those, reused.
         num_restored_tokens: of those, brought up from another tier, by tier.
+        num_lost_blocks: evicted before they could be copied to a tier that was to have them.
         num_computed_tokens: tokens that went through the model, `num_recomputed_tokens` included.
         num_recomputed_tokens: computed a second time because their KV was evicted while their sequence was preempted.
         num_generated_tokens: tokens sampled.
@@ -143,6 +144,7 @@ class Counters:
     num_preemptions: int = 0
     num_finished: Mapping[str, int]
     num_restored_tokens: Mapping[str, int] = field(default_factory=dict)
+    num_lost_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

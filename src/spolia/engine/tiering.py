@@ -434,7 +434,7 @@ class Tiering:
 
     def _is_on_its_way(self, digest: bytes) -> bool:
         """Whether a restore is bringing this block, or has brought it and it is about to be taken in."""
-        return any(held.restore is not None and digest in held.restore.digests for held in self._held.values())
+        return any(held.restore is not None and digest in held.restore.wanted for held in self._held.values())
 
     def _let_go(self, held: _Held) -> Sequence:
         if held.restore is not None:

@@ -135,6 +135,7 @@ class _EngineCollector(Collector):
             "num_generated_tokens": ("spolia_generated_tokens", "Tokens sampled."),
             "num_computed_tokens": ("spolia_computed_tokens", "Tokens that went through the model."),
             "num_recomputed_tokens": ("spolia_recomputed_tokens", "Tokens computed again after a preemption."),
+            "num_lost_blocks": ("spolia_tier_lost_blocks", "Blocks evicted before they were written to a tier."),
             "num_preemptions": ("spolia_preemptions", "Running sequences stopped to make room."),
         }
         counters = {

@@ -67,6 +67,7 @@ class Restore:
 
     def __init__(self, digests: Sequence[bytes], first_block: int) -> None:
         self.digests = digests
+        self.wanted = frozenset(digests)
         self.first_block = first_block
         self.num_found: int | None = None  # blocks that the tiers say they have; None: not yet asked
         self.is_begun = False
