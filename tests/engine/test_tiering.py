@@ -486,3 +486,20 @@ def test_prompts_whose_tokens_are_scored_are_computed_and_not_restored():
     assert output.num_cached_tokens == 0
     assert "get_into" not in backend.calls
     saved(engine)
+
+
+def test_a_block_that_only_guesses_completed_is_kept_too(tmp_path):
+    """The last step of an answer may accept drafts across the end of a block, and end the answer in the same breath."""
+    forced = {"const": "a text that is long enough to end in many places"}
+    for max_tokens in range(12, 52):
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, structured_outputs={"json": forced})
+        folder = tmp_path / str(max_tokens)
+        prompt = CONVERSATION[:20]
+        first = on_tier(folder, speculation="auto", max_batch_tokens=64)
+        output = answer(first, prompt, params)
+        saved(first)
+        turn = [*prompt, *output.token_ids, 1, 2]
+        again = on_tier(folder)
+        whole = (len(prompt) + len(output.token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert answer(again, turn).num_cached_tokens == whole, max_tokens
+        saved(again)

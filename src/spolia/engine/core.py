@@ -384,6 +384,8 @@ class EngineCore:
             if self._tiering.drop(sequence):
                 return
             if sequence.lease is not None:
+                if len(sequence.uncommitted_ids):  # drafts may have completed a block in the answer's last step
+                    self._tiering.commit(sequence)
                 self._tiering.finish(sequence)
         self._scheduler.finish(sequence)
 
