@@ -407,3 +407,23 @@ def test_bench_refuses_unknown_workloads_and_no_target():
 def test_bench_says_what_is_wrong_with_a_server_that_is_not_there():
     result = spolia("bench", "--url", "http://127.0.0.1:9", "--model", "m", "--vocab", "100")
     assert_one_line_of_error(result, 1, "benchmark failed")
+
+
+def test_bench_shows_where_a_steps_time_goes(smollm2_path: Path) -> None:
+    result = spolia("bench", "--roofline", str(smollm2_path), "--threads", "1")
+    assert result.returncode == 0, result.stderr
+    machine, *steps = map(json.loads, result.stdout.splitlines())
+    assert machine["machine"]["num_threads"] == 1
+    assert [step["num_sequences"] for step in steps] == [1, 1, 16, 1, 1]
+    for step in steps:
+        assert step["least_seconds"] > 0
+        assert all(part["seconds"] > 0 for part in step["parts"] if part["num_bytes"])
+    assert "ffn_down" in result.stderr
+    assert "name a model" in spolia("bench", "--roofline").stderr
+
+
+@pytest.mark.parametrize("interval", ["-1", "nan", "20000"])
+def test_an_impossible_stream_interval_is_refused(smollm2_path: Path, interval: str) -> None:
+    result = spolia("serve", str(smollm2_path), "--stream-interval", interval)
+    assert result.returncode != 0
+    assert "stream_interval_ms" in result.stderr

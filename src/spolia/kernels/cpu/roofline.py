@@ -24,6 +24,7 @@ __all__ = ["Machine", "PartCost", "StepCost", "StepShape", "measure_machine", "m
 
 _KV_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 _PREFILL_ROWS = 256
+_ROWS_OF_16_BITS = 3  # RowKind::Q16 of linear.h: to the cores, each is two rows of 8 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,7 @@ def _count_products(part: PartCost, plan: Plan, stage: Stage, level: str, shape:
             if weight.type in ("F32", "F16", "BF16"):
                 part.num_float_ops += num_ops
             else:
-                # A row of 16 bits is two rows of 8 to the cores.
-                part.num_int8_ops += num_ops * (2 if stage.domain is Domain.LOGITS else 1)
+                part.num_int8_ops += num_ops * (2 if matmul.row_kind == _ROWS_OF_16_BITS else 1)
 
 
 def _count_attention(part: PartCost, layer: Layer, kv_dtype: str, shape: StepShape) -> None:
