@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 import httpx
 import pytest
+
+from spolia.server.resuming import ResumableStreams
 
 from .harness import ChattyToy, PlainTemplate, chatty_engine, serving
 
@@ -175,6 +178,40 @@ def test_what_no_session_can_do_is_refused(server, path, body, param):
     error = server.call("POST", path, session=session, status=400, **body)["error"]
     assert error["param"] == param
     assert not server.call("GET", f"/v1/sessions/{session}")["is_busy"]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -5}, {"structured_outputs": {"regex": "(a"}}, {"retention": [{"priority": 1000}]}]
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_refused_turn_does_not_hold_its_session_up(server, path, bad):
+    session = server.open()
+    said = {"messages": [{"role": "user", "content": "?"}]} if "chat" in path else {"prompt": "?"}
+    body = {"session": session, "max_tokens": 2, **said}
+    server.call("POST", path, status=400, **body, **bad)
+    assert not server.call("GET", f"/v1/sessions/{session}")["is_busy"]
+    server.call("POST", path, **body)
+    server.call("DELETE", f"/v1/sessions/{session}")
+
+
+def test_a_stream_for_which_there_is_no_room_does_not_hold_its_session_up(monkeypatch):
+    monkeypatch.setattr("spolia.server.app.ResumableStreams", functools.partial(ResumableStreams, max_streams=0))
+    engine = chatty_engine(num_blocks=64)
+    with serving({"toy": engine}) as url:
+        server = Server(url)
+        session = server.open()
+        body = {"session": session, "prompt": "?", "max_tokens": 2}
+        server.call("POST", "/v1/completions", status=429, **body, stream=True, resumable=True)
+        server.call("POST", "/v1/completions", **body)
+    asyncio.run(engine.aclose())
+
+
+def test_a_session_of_text_takes_no_messages(server):
+    session = server.open()
+    server.call("POST", "/v1/completions", session=session, prompt="?", max_tokens=2)
+    body = {"session": session, "max_tokens": 2, "messages": [{"role": "user", "content": "?"}]}
+    error = server.call("POST", "/v1/chat/completions", status=400, **body)["error"]
+    assert "this session is of text" in error["message"]
 
 
 def test_text_and_messages_do_not_mix(server):

@@ -44,7 +44,7 @@ class Session:
         messages: what it was made of, where it was made of messages; replies are as their text was.
         marks: (number of tokens, number of messages) at the end of each turn.
         ttl_s: it is closed when nobody has used it for so long.
-        is_busy: a turn is running.
+        turn: the one that is running.
     """
 
     id: str
@@ -55,7 +55,12 @@ class Session:
     token_ids: list[int] = field(default_factory=list)
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     marks: list[tuple[int, int]] = field(default_factory=list)
-    is_busy: bool = False
+    turn: SessionTurn | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a turn is running."""
+        return self.turn is not None
 
     @property
     def num_tokens(self) -> int:
@@ -72,7 +77,7 @@ class Session:
         """Forget the last turns, or all after so many tokens.
 
         Raises:
-            InvalidRequest: it has not so many, or not one of both was given.
+            InvalidRequest: it has not so many, or not one of both was given, or so many tokens end inside a message.
         """
         self._require_idle()
         if (turns is None) == (num_tokens is None):
@@ -86,6 +91,13 @@ class Session:
             keep = num_tokens or 0
             if not 0 <= keep <= self.num_tokens:
                 raise InvalidRequest(f"num_tokens is {keep}; the session has {self.num_tokens}", param="num_tokens")
+            ends = [0, *(mark[0] for mark in self.marks)]
+            if self.messages and keep not in ends:
+                there = ", ".join(map(str, ends))
+                raise InvalidRequest(
+                    f"num_tokens is {keep}, inside a message; turns of this session end after {there}",
+                    param="num_tokens",
+                )
             self.marks = [mark for mark in self.marks if mark[0] <= keep]
             num_messages = self.marks[-1][1] if self.marks else 0
         del self.token_ids[keep:]
@@ -104,30 +116,49 @@ class Session:
 class SessionTurn:
     """One turn of a session: `prompt_ids` go to the engine, `finish` takes what came back.
 
+        turn = SessionTurn(session, added_ids, messages)     the session is as it was, whatever becomes of the request
+        turn.begin()                                         nobody else may take a turn
+        turn.finish(output_ids, text)  or  turn.abandon()
+
     Attributes:
         num_history_tokens: so many of the prompt were in the session before.
+
+    Raises:
+        SessionBusy: another turn is running.
     """
 
     def __init__(self, session: Session, added_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> None:
         session._require_idle()
-        session.is_busy = True
         self.session = session
         self.num_history_tokens = session.num_tokens
         self.prompt_ids = [*session.token_ids, *added_ids]
         self._messages = messages
 
+    def begin(self) -> None:
+        """
+        Raises:
+            SessionBusy: another turn is running, or the session has changed since this one was made.
+        """
+        session = self.session
+        session._require_idle()
+        if session.token_ids != self.prompt_ids[: self.num_history_tokens]:
+            raise SessionBusy(f"session {session.id} has changed meanwhile; send the turn again", param="session")
+        session.turn = self
+
     def finish(self, output_ids: Sequence[int], text: str) -> None:
         """The answer was completed: from now on it is part of the session."""
         session = self.session
-        if session.is_busy:
-            session.is_busy = False
+        if session.turn is self:
+            session.turn = None
             session.token_ids = [*self.prompt_ids, *output_ids]
-            session.messages += [*self._messages, {"role": "assistant", "content": text}]
+            if self._messages:  # a session of text has none
+                session.messages += [*self._messages, {"role": "assistant", "content": text}]
             session._mark()
 
     def abandon(self) -> None:
-        """It was not, and the session is as it was. Does nothing after `finish`."""
-        self.session.is_busy = False
+        """It was not, and the session is as it was. Does nothing before `begin` and after `finish`."""
+        if self.session.turn is self:
+            self.session.turn = None
 
 
 class SessionStore:

@@ -60,6 +60,7 @@ class Answer:
         self._explained: dict[int, Explained] = {}
         self._caller = current_caller()
         self._deadline: asyncio.TimerHandle | None = None
+        self._is_read = False
 
     @classmethod
     def submit(
@@ -80,13 +81,15 @@ class Answer:
         Args:
             kind: the id's first word, which tells endpoints apart.
             messages: the history (see `conversations`) that the prompt was rendered from, if it was.
-
             turn: of a session, which the answer becomes part of.
 
         Raises:
             InvalidRequest: some prompt can never be answered, or there are more than may ever wait.
             Overloaded: `max_waiting` requests would be waiting, or the server is draining.
+            SessionBusy: it is not the turn's turn.
         """
+        if turn is not None:
+            turn.begin()
         try:
             return cls(kind, served, len(params), messages, turn)._submit(
                 prompts, params, cache_salt=cache_salt, max_waiting=max_waiting, wishes=wishes
@@ -152,7 +155,12 @@ class Answer:
         return ids
 
     def abort(self) -> None:
-        """End every stream that has not ended; their blocks are given back within a step."""
+        """End every stream that has not ended; their blocks are given back within a step.
+
+        An answer that nobody has begun to read is settled here: there will be no end of its reading.
+        """
+        if not self._is_read:
+            self._settle()
         for choice in range(len(self._streams)):
             if choice not in self.outputs:
                 self._engine.abort(f"{self.id}-{choice}")
@@ -163,6 +171,7 @@ class Answer:
         Raises:
             SpoliaError: the engine failed.
         """
+        self._is_read = True
         try:
             if len(self._streams) == 1:  # no queue between the engine and the only reader
                 async for delta in self._streams[0]:
