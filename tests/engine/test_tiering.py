@@ -72,6 +72,7 @@ def test_what_was_evicted_comes_back_from_the_tier(tmp_path):
     answer(engine, CONVERSATION)
     for seed in range(3):
         answer(engine, tokens(300, 100 + seed))
+    settle(engine)  # what is still on its way down is not found below
     again = answer(engine, CONVERSATION)
     assert_right(again, CONVERSATION)
     assert again.num_restored_tokens == {"disk": 288}
