@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import ssl
 import subprocess
@@ -22,7 +23,7 @@ from spolia.server import ServerConfig, read_keys
 from spolia.server.access import Account, KeyRing, KeySettings
 from spolia.server.errors import RateLimited
 
-from .harness import Pace, chatty_engine, eventually, serving
+from .harness import Pace, chatty_engine, eventually, metric, serving
 from .process import server_process
 
 ALICE, ALICE_2, BOB, ADMIN = (
@@ -239,8 +240,23 @@ def test_an_answer_that_takes_too_long_is_ended():
     with serving({"toy": engine}, ServerConfig(request_timeout_s=0.3)) as url:
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
         reply = httpx.post(f"{url}/v1/completions", json=body, timeout=30).json()
-        assert reply["choices"][0]["finish_reason"] == "abort"
+        assert reply["choices"][0]["finish_reason"] == "length"  # a word that every client knows
+        assert reply["choices"][0]["stop_reason"] == "request_timeout"
         assert 0 < reply["usage"]["completion_tokens"] < 100
+        assert metric(url, "spolia_requests_finished_total", reason="length") == 1
+    asyncio.run(engine.aclose())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_never_began_in_its_time_is_an_error_and_not_an_empty_answer(stream):
+    engine = chatty_engine(observer=Pace(step_s=0.2))
+    with serving({"toy": engine}, ServerConfig(request_timeout_s=0.01)) as url:
+        body = {"prompt": "x" * 480, "max_tokens": 4, "stream": stream}  # 15 steps
+        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+        error = json.loads(reply.text.removeprefix("data: "))["error"]
+        assert reply.status_code == (200 if stream else 504)
+        assert error["code"] == "request_timeout"
+        assert "0.01 s" in error["message"]
     asyncio.run(engine.aclose())
 
 

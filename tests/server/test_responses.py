@@ -211,6 +211,22 @@ def test_a_stream_that_nobody_comes_back_to_is_aborted_and_forgotten():
     asyncio.run(test())
 
 
+def test_a_stream_whose_reader_never_comes_is_aborted_and_forgotten():
+    async def test() -> None:
+        streams = ResumableStreams(kept_s=0.05)
+        aborted = asyncio.Event()
+
+        async def events():
+            yield b"data: 1\n\n"
+            await aborted.wait()
+
+        streams.open("s", events(), abort=aborted.set, headers={})  # and its response is never begun
+        await asyncio.wait_for(aborted.wait(), 5)
+        assert streams._by_id == {}
+
+    asyncio.run(test())
+
+
 def test_without_the_wish_a_dropped_stream_is_aborted():
     engine = chatty_engine(observer=Pace(step_s=0.01))
     with serving({"toy": engine}) as url:

@@ -19,6 +19,7 @@ from spolia.engine import DEFAULT_PRIORITY, Delta, RequestOutput, SamplingParams
 from spolia.errors import InvalidRequest, Overloaded
 from spolia.server.access import Caller, current_caller
 from spolia.server.conversations import Conversation
+from spolia.server.errors import TookTooLong
 from spolia.server.explaining import Explained, explain
 from spolia.server.logs import log_fields
 from spolia.server.replies import Usage
@@ -27,6 +28,8 @@ from spolia.server.served import ServedModel
 __all__ = ["Answer"]
 
 logger = logging.getLogger("spolia.requests")
+
+_TIMEOUT = "request_timeout"
 
 
 class Answer:
@@ -61,6 +64,7 @@ class Answer:
         self._caller = current_caller()
         self._deadline: asyncio.TimerHandle | None = None
         self._is_read = False
+        self._is_out_of_time = False
 
     @classmethod
     def submit(
@@ -139,8 +143,12 @@ class Answer:
             answer.abort()
             answer._settle()
             raise
-        answer._deadline = asyncio.get_running_loop().call_later(served.request_timeout_s, answer.abort)
+        answer._deadline = asyncio.get_running_loop().call_later(served.request_timeout_s, answer._time_out)
         return answer
+
+    def _time_out(self) -> None:
+        self._is_out_of_time = True
+        self.abort()
 
     @property
     def model(self) -> str:
@@ -169,14 +177,14 @@ class Answer:
         """(choice, delta) as they come, until all have ended. Leaving early aborts the rest.
 
         Raises:
+            TookTooLong: its time is up, and a choice has not begun.
             SpoliaError: the engine failed.
         """
         self._is_read = True
         try:
             if len(self._streams) == 1:  # no queue between the engine and the only reader
                 async for delta in self._streams[0]:
-                    self._note(0, delta)
-                    yield 0, delta
+                    yield 0, self._note(0, delta)
             else:
                 async for pair in self._merged():
                     yield pair
@@ -258,8 +266,11 @@ class Answer:
             },
         }
 
-    def _note(self, choice: int, delta: Delta) -> None:
-        """Measure a delta on its way to the client; log the last one."""
+    def _note(self, choice: int, delta: Delta) -> Delta:
+        """Measure a delta on its way to the client, and log the last one; what the client is to see of it."""
+        if delta.output is not None and delta.output.finish_reason == "abort" and self._is_out_of_time:
+            # What clients know of limits. "abort" is no word of theirs, and strict ones refuse the whole answer for it.
+            delta = replace(delta, output=replace(delta.output, finish_reason="length", stop_reason=_TIMEOUT))
         metrics = self._served.metrics
         now_s = time.perf_counter()
         if delta.token_ids:
@@ -273,6 +284,12 @@ class Answer:
             self._take_output(choice, delta.output)
             metrics.observe(delta.output, self._explained[choice].ranges)
             self._log(delta.output)
+            if _took_too_long(delta.output) and not delta.output.token_ids:
+                raise TookTooLong(
+                    f"no token came within {self._served.request_timeout_s:g} s, the longest that an answer may take "
+                    "here; try again later, shorten the prompt, or raise --request-timeout"
+                )
+        return delta
 
     def _log(self, output: RequestOutput) -> None:
         timings = output.timings
@@ -284,7 +301,7 @@ class Answer:
             "output_tokens": len(output.token_ids),
             "ttft_ms": None if timings.first_token_s is None else round(1e3 * timings.first_token_s, 1),
             "total_ms": round(1e3 * timings.total_s, 1),
-            "finish": output.finish_reason,
+            "finish": _TIMEOUT if _took_too_long(output) else output.finish_reason,
         }
         caller = self._caller
         if caller.account is not None:
@@ -327,8 +344,7 @@ class Answer:
         async def pump(choice: int) -> None:
             try:
                 async for delta in self._streams[choice]:
-                    self._note(choice, delta)
-                    arrived.put_nowait((choice, delta))
+                    arrived.put_nowait((choice, self._note(choice, delta)))
                 arrived.put_nowait(None)
             except Exception as error:
                 arrived.put_nowait(error)
@@ -347,6 +363,10 @@ class Answer:
         finally:
             for task in pumps:
                 task.cancel()
+
+
+def _took_too_long(output: RequestOutput) -> bool:
+    return output.finish_reason == "length" and output.stop_reason == _TIMEOUT
 
 
 def _capped(wishes: Sequence[Wish], priority: int | None) -> Sequence[Wish]:

@@ -18,7 +18,8 @@ class ServerConfig:
         max_waiting: requests that may wait for their first step; the next one is answered 429.
         max_body_bytes: a longer request body is answered 413 and not read to its end.
         body_timeout_s: a body that takes longer to arrive is answered 408.
-        request_timeout_s: an answer that takes longer, queueing included, is ended where it is, as an abort.
+        request_timeout_s: an answer that takes longer, queueing included, is ended where it is: finish_reason "length",
+            stop_reason "request_timeout"; one that has not begun is answered 504.
         keys: file of API keys, see `server.access.keys`; None asks nobody for one.
         tls_cert: certificate chain in PEM, with which the server speaks HTTPS; None: HTTP.
         tls_key: its private key.

@@ -5,7 +5,7 @@ Anthropic's          {"type": "error", "error": {"type", "message"}}     under /
 Ollama's             {"error": "message"}                                under /api
 
 InvalidRequest 400 · Unauthorized 401 · Forbidden 403 · UnknownModel, UnknownThing, UnknownSession 404 ·
-BodyTooSlow 408 · SessionBusy 409 · BodyTooLarge 413 · Overloaded 429 · NotReady 503 · others 500
+BodyTooSlow 408 · SessionBusy 409 · BodyTooLarge 413 · Overloaded 429 · NotReady 503 · TookTooLong 504 · others 500
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = [
     "ErrorBody",
     "Forbidden",
     "RateLimited",
+    "TookTooLong",
     "Unauthorized",
     "UnknownThing",
     "anthropic_error_body",
@@ -74,6 +75,10 @@ class RateLimited(Overloaded):
         self.retry_after_s = retry_after_s
 
 
+class TookTooLong(Overloaded):
+    """Not one token came within `ServerConfig.request_timeout_s` (HTTP 504)."""
+
+
 class ErrorBody(msgspec.Struct, frozen=True):
     message: str
     type: str
@@ -97,6 +102,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (Forbidden, 403, "permission_error", "not_allowed"),
     (InvalidRequest, 400, "invalid_request_error", None),
     (NotReady, 503, "service_unavailable_error", "not_ready"),
+    (TookTooLong, 504, "timeout_error", "request_timeout"),
     (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (SpoliaError, 500, "server_error", None),
@@ -132,6 +138,7 @@ _ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
     500: "api_error",
 }
 

@@ -2,7 +2,7 @@
 
 Generation goes on while nobody reads. Each event has a number, told as SSE's `id:`; a client that comes back says the
 last one it saw (`Last-Event-ID`, or `?after=`), and gets the rest as it comes. A stream is kept for five minutes after
-its last reader has gone, or after its end; one that nobody comes back to is aborted then.
+its last reader has gone, or after its end; one that nobody comes back to, or ever came to, is aborted then.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class _Stream:
 
     def start(self, events: AsyncIterator[bytes]) -> None:
         self._pump = asyncio.ensure_future(self._fill(events))
+        self._wait_for_reader()  # the client may have gone before its response began
 
     async def _fill(self, events: AsyncIterator[bytes]) -> None:
         try:
@@ -70,7 +71,10 @@ class _Stream:
     def leave(self, reader: _Reader) -> None:
         self._readers.discard(reader)
         if not self._readers:
-            self._expiry = asyncio.get_running_loop().call_later(self._kept_s, self._expire)
+            self._wait_for_reader()
+
+    def _wait_for_reader(self) -> None:
+        self._expiry = asyncio.get_running_loop().call_later(self._kept_s, self._expire)
 
     def _expire(self) -> None:
         self._abort()
@@ -160,4 +164,4 @@ class ResumableStreams:
         return _Reader(stream, max(0, int(last) + 1)).response({"x-request-id": stream_id})
 
     def _forget(self, stream_id: str) -> None:
-        del self._by_id[stream_id]
+        self._by_id.pop(stream_id, None)  # a reader that found it may come in just after its time is up, and leave

@@ -158,7 +158,7 @@ class _Shown:
             "tokens_cached": output.num_cached_tokens,
             "truncated": False,
             "stop_type": _stop_type(output),
-            "stopping_word": output.stop_reason if isinstance(output.stop_reason, str) else "",
+            "stopping_word": output.stop_reason if _stop_type(output) == "word" else "",
             "generation_settings": {"seed": output.seed},
             "timings": _timings(output),
         }
@@ -219,7 +219,9 @@ class _Shown:
 def _stop_type(output: RequestOutput) -> str:
     if output.finish_reason == "length":
         return "limit"
-    return "none" if output.finish_reason == "abort" else "eos" if output.stop_reason is None else "word"
+    if output.finish_reason == "abort":
+        return "none"
+    return "word" if isinstance(output.stop_reason, str) else "eos"
 
 
 def _timings(output: RequestOutput) -> dict[str, float]:
