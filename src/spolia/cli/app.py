@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
+from spolia.cli.configuration import ConfiguredCommand
 from spolia.cli.flags import (
     CheckFlag,
+    ConfigFlag,
     EngineFlags,
     FrequencyPenaltyFlag,
     GrammarFlag,
@@ -60,10 +62,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+config_app = typer.Typer(help="Look at the settings.", rich_markup_mode=None, no_args_is_help=True)
 cache_app = typer.Typer(help="Look into the cache.", rich_markup_mode=None, no_args_is_help=True)
 models_app = typer.Typer(help="List the models that have a name, or remove one.", rich_markup_mode=None)
 app.add_typer(models_app, name="models")
 app.add_typer(cache_app, name="cache")
+app.add_typer(config_app, name="config")
 add_folder_commands(cache_app)
 
 _ONLY = (
@@ -112,7 +116,7 @@ def root(
     pass
 
 
-@app.command()
+@app.command(cls=ConfiguredCommand)
 def serve(
     models: Annotated[
         list[str],
@@ -161,6 +165,7 @@ def serve(
     speculation: SpeculationFlag = None,
     processor: ProcessorFlag = None,
     check: CheckFlag = None,
+    config: ConfigFlag = None,
 ) -> None:
     """Serve models to the clients of OpenAI, Anthropic, Ollama and llama.cpp, and a page at /.
 
@@ -200,7 +205,7 @@ def serve(
     run(models, name=name, engine=engine, server=server, log_format=log_format, record=record)
 
 
-@app.command()
+@app.command(cls=ConfiguredCommand)
 def generate(
     model: ModelArgument,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help='The prompt; "-" reads it from standard input.')],
@@ -228,6 +233,7 @@ def generate(
     max_context: MaxContextFlag = None,
     speculation: SpeculationFlag = None,
     check: CheckFlag = None,
+    config: ConfigFlag = None,
 ) -> None:
     """Answer one PROMPT. The text goes to standard output, figures to standard error."""
     from spolia.cli.generate import run
@@ -261,7 +267,7 @@ def generate(
     run(model, prompt, raw=raw, system=system, sampling=sampling, engine=engine)
 
 
-@app.command()
+@app.command(cls=ConfiguredCommand)
 def chat(
     model: ModelArgument,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
@@ -284,6 +290,7 @@ def chat(
     max_context: MaxContextFlag = None,
     speculation: SpeculationFlag = None,
     check: CheckFlag = None,
+    config: ConfigFlag = None,
 ) -> None:
     """Talk to MODEL. One line is one message; each answer shows how much of the conversation was reused."""
     from spolia.cli.chat import run
@@ -312,6 +319,23 @@ def chat(
         check=check,
     )
     run(model, system=system, sampling=sampling, engine=engine)
+
+
+@config_app.command("show", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def show_config(
+    context: typer.Context,
+    command: Annotated[str, typer.Argument(metavar="[COMMAND]", help="serve, chat or generate.")] = "serve",
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Print each setting of COMMAND (serve), and whether a flag, the environment, the file or the default says so.
+
+    What follows COMMAND is taken as its own command line. A setting may be given as a flag (--kv-memory 2GiB), in the
+    environment (SPOLIA_KV_MEMORY=2GiB), or in a TOML file (kv_memory = "2GiB"; under [serve] for serve alone), which
+    --config or SPOLIA_CONFIG names; else it is ~/.config/spolia/config.toml. The first that is there wins.
+    """
+    from spolia.cli.config import show
+
+    show(context, command, context.args, as_json=as_json)
 
 
 @app.command()

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spolia.cli.configuration import use_file
+
 if TYPE_CHECKING:
     from spolia.engine import EngineConfig, SamplingParams
 
@@ -20,6 +22,7 @@ __all__ = [
     "CHAT_DEFAULTS",
     "GENERATE_DEFAULTS",
     "CheckFlag",
+    "ConfigFlag",
     "EngineFlags",
     "FrequencyPenaltyFlag",
     "GrammarFlag",
@@ -193,6 +196,18 @@ StreamIntervalFlag = Annotated[
 ]
 CheckFlag = Annotated[
     bool | None, typer.Option("--check", help="Verify every invariant of the cache after each step. Slow.")
+]
+ConfigFlag = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        envvar="SPOLIA_CONFIG",
+        show_envvar=False,
+        is_eager=True,
+        callback=use_file,
+        help="Take flags that are not given from this TOML file, as `spolia config show --help` says.",
+    ),
 ]
 MaxTokensFlag = Annotated[
     int | None, typer.Option("--max-tokens", "-n", help=f"Most tokens to generate. {_defaults('max_tokens')}")
