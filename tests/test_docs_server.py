@@ -28,7 +28,7 @@ def url():
 
 
 def test_the_page_has_commands():
-    assert len(COMMANDS) == 5
+    assert len(COMMANDS) == 6
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ class ToyExecutable:
     """Honours the `Executable` protocol, and checks what it is given."""
 
     vocab_size = VOCAB_SIZE
+    hidden_size = 8
     num_threads = 1
 
     def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
@@ -80,7 +81,17 @@ class ToyExecutable:
         for pool in self.pools:
             pool[:] = (-1, -1)
 
-    def run(self, step: StepInputs, logits: NDArray[np.float32]) -> None:
+    def run(
+        self, step: StepInputs, logits: NDArray[np.float32] | None, hidden: NDArray[np.float32] | None = None
+    ) -> None:
+        """`hidden` is the beginning of the logits."""
+        if logits is None:
+            logits = np.empty((len(step.logit_rows), VOCAB_SIZE), np.float32)
+        self._run(step, logits)
+        if hidden is not None:
+            hidden[:] = logits[:, : self.hidden_size]
+
+    def _run(self, step: StepInputs, logits: NDArray[np.float32]) -> None:
         if self.error is not None:
             raise self.error
         assert len(step.block_tables) == len(self.pools)

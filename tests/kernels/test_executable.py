@@ -14,7 +14,8 @@ import torch
 
 from spolia.kernels import BACKENDS, BlockCopy, ProgramBuilder, StepInputs, get_backend
 from spolia.kernels.cpu import CpuExecutable, levels
-from spolia.kernels.program import KvDtype
+from spolia.kernels.program import KvDtype, Logits
+from spolia.kernels.quants import dequantize
 from spolia.kernels.reference import ReferenceExecutable
 
 from .programs import HIDDEN, PROGRAMS, VOCAB_SIZE, Session, Weights, random_tokens
@@ -116,6 +117,34 @@ def test_only_wanted_logits_are_written_and_they_are_the_same_bits(name: str) ->
         logits = np.full((len(wanted), VOCAB_SIZE), np.nan, np.float32)
         session.executable.run(inputs, logits)
         assert logits.tobytes() == expected[wanted].tobytes()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_hidden_states_are_what_the_head_reads_and_cost_the_logits_no_bit(name: str) -> None:
+    program = PROGRAMS[name]("F32")
+    head = program.ops[-1]
+    assert isinstance(head, Logits)
+    tokens, wanted = random_tokens(NUM_TOKENS), np.array([0, 17, NUM_TOKENS - 1], np.int32)
+    results = []
+    for backend in ("cpu", "reference"):
+        session = Session(get_backend(backend)(program, kv_dtype="f32", num_threads=2), program)
+        expected = cold(session, tokens)[wanted]
+        inputs = replace(session.inputs([(session.open(tokens), NUM_TOKENS)]), logit_rows=wanted)
+        hidden, alone = np.full((2, len(wanted), session.executable.hidden_size), np.nan, np.float32)
+        logits = np.full((len(wanted), VOCAB_SIZE), np.nan, np.float32)
+        session.executable.run(inputs, logits, hidden)
+        session.executable.run(inputs, None, alone)
+        if backend == "cpu":  # numpy may add in another order for fewer rows
+            assert logits.tobytes() == expected.tobytes()
+            assert alone.tobytes() == hidden.tobytes()
+        np.testing.assert_allclose(alone, hidden, rtol=1e-4, atol=1e-4)
+        product = hidden @ dequantize(head.weight).T + (0 if head.bias is None else dequantize(head.bias))
+        product *= np.float32(head.scale)
+        np.testing.assert_allclose(
+            product if head.softcap is None else head.softcap * np.tanh(product / head.softcap), logits, atol=1e-3
+        )
+        results.append(hidden)
+    np.testing.assert_allclose(*results, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

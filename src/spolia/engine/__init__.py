@@ -18,6 +18,7 @@ from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.async_engine import AsyncEngine, TokenStream
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer, StepStats
+from spolia.engine.embedding import Embedding, Pooling
 from spolia.engine.fairness import Tenant
 from spolia.engine.inspection import LaneView, lanes
 from spolia.engine.llm import LLM
@@ -53,6 +54,7 @@ __all__ = [
     "CacheView",
     "Counters",
     "Delta",
+    "Embedding",
     "Engine",
     "EngineConfig",
     "EngineCore",
@@ -66,6 +68,7 @@ __all__ = [
     "Observer",
     "Outcome",
     "Pin",
+    "Pooling",
     "Request",
     "RequestOutput",
     "Runner",

@@ -116,6 +116,29 @@ class Admission:
             tenant=tenant or Tenant(),
         )
 
+    def check_input(self, prompt: str | Sequence[int], *, truncate: bool = False) -> NDArray[np.int32]:
+        """Token ids of a text that is only read, such as one to embed.
+
+        Args:
+            truncate: keep the beginning of one that is too long.
+
+        Raises:
+            InvalidRequest: as `admit`; `param` is "input".
+        """
+        try:
+            ids = self._token_ids(prompt)
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), param="input", code=error.code) from None
+        limit = min(self.max_context, self.fitting_tokens)
+        if len(ids) > limit and not truncate:
+            raise InvalidRequest(
+                f"an input has {len(ids)} tokens; the context, or what kv_memory holds of it, has {limit}. Shorten it, "
+                "or ask to truncate it",
+                param="input",
+                code="context_length_exceeded",
+            )
+        return ids[:limit]
+
     def _token_ids(self, prompt: str | Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         try:

@@ -13,6 +13,7 @@ from typing import TypeVar
 from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer
+from spolia.engine.embedding import Embedding, EmbeddingRun, Pooling
 from spolia.engine.fairness import Tenant
 from spolia.engine.outputs import Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request
@@ -26,6 +27,9 @@ from spolia.tiers import TierUse
 __all__ = ["AsyncEngine", "TokenStream"]
 
 T = TypeVar("T")
+
+_NO_ROOM_S = 0.02
+"""Until it is tried again whether running requests have left room in the cache for an input."""
 
 
 class AsyncEngine:
@@ -58,6 +62,11 @@ class AsyncEngine:
     def model(self) -> Model:
         """For its name, tokenizer and chat template."""
         return self._engine.model
+
+    @property
+    def hidden_size(self) -> int:
+        """Values of a vector that `embed` makes."""
+        return self._engine.core.executable.hidden_size
 
     @property
     def fingerprint(self) -> str:
@@ -157,6 +166,28 @@ class AsyncEngine:
         that have ended are ignored.
         """
         self._thread.abort([request_id])
+
+    async def embed(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        cache_salt: str = "",
+        truncate: bool = False,
+    ) -> list[Embedding]:
+        """As `LLM.embed`. Other requests go on meanwhile: between two steps, these inputs have one.
+
+        Raises:
+            InvalidRequest, ModelError: as `LLM.embed`.
+            Overloaded, Bug: as `generate`.
+        """
+        admission = self._engine.admission
+        inputs = [admission.check_input(prompt, truncate=truncate) for prompt in prompts]
+        run = EmbeddingRun(inputs, namespace=admission.namespace(cache_salt), pooling=pooling)
+        while (embeddings := run.embeddings) is None:
+            if not await self.call(run.step):
+                await asyncio.sleep(_NO_ROOM_S)
+        return embeddings
 
     async def call(self, function: Callable[[EngineCore], T]) -> T:
         """Run `function` on the engine's thread between two steps, for instance to look into its cache."""

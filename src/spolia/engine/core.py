@@ -125,6 +125,18 @@ class EngineCore:
         self._scheduler.max_batch_tokens = max_batch_tokens
 
     @property
+    def max_batch_tokens(self) -> int:
+        """Token budget of a step."""
+        return self._scheduler.max_batch_tokens
+
+    def note_other_work(self, num_tokens: int) -> None:
+        """So many tokens went through the model between two steps, for no sequence."""
+        self._num_computed += num_tokens
+        self._stats = self._snapshot()
+        if self._check:
+            self.cache.check()
+
+    @property
     def stats(self) -> EngineStats:
         """As of the last step; the tiers as of now. Any thread."""
         return self._stats if self._tiering is None else replace(self._stats, tiers=self._tiering.stats())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import Observer
+from spolia.engine.embedding import Embedding, EmbeddingRun, Pooling
 from spolia.engine.outputs import BeamOutput, Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request
 from spolia.engine.thread import EngineThread
@@ -206,6 +208,31 @@ class LLM:
             search.advance(log_probs)
         tokenizer = self.model.tokenizer
         return [BeamOutput(beam.token_ids, tokenizer.decode(beam.token_ids), beam.score) for beam in search.answers]
+
+    def embed(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        cache_salt: str = "",
+        truncate: bool = False,
+    ) -> list[Embedding]:
+        """Vectors of texts, or of token ids: the model's last hidden state, of the last token or the mean of all.
+
+        Args:
+            truncate: keep the beginning of inputs that are too long.
+
+        Raises:
+            InvalidRequest: an input is empty or too long, or there is no such pooling.
+            ModelError: the model's results are not finite.
+        """
+        admission = self._engine.admission
+        inputs = [admission.check_input(prompt, truncate=truncate) for prompt in prompts]
+        run = EmbeddingRun(inputs, namespace=admission.namespace(cache_salt), pooling=pooling)
+        while (embeddings := run.embeddings) is None:
+            if not self._thread.call(run.step).result():
+                time.sleep(0.02)  # until running requests have left room
+        return embeddings
 
     def chat(
         self,

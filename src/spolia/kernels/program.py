@@ -416,6 +416,10 @@ class Executable(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def hidden_size(self) -> int:
+        """Columns of what the head reads."""
+
+    @property
     def num_threads(self) -> int: ...
 
     @property
@@ -431,8 +435,13 @@ class Executable(Protocol):
     def bind_kv(self, pools: Sequence[NDArray[np.uint8]]) -> None:
         """Use these pools, one uint8 `[num_blocks, block_bytes(group)]` a group, until the next call; kept alive."""
 
-    def run(self, step: StepInputs, logits: NDArray[np.float32]) -> None:
+    def run(
+        self, step: StepInputs, logits: NDArray[np.float32] | None, hidden: NDArray[np.float32] | None = None
+    ) -> None:
         """Run one step and write `logits` `[num_logit_rows, vocab_size]`; KV of all rows is in the pools afterwards.
+
+        Without `logits` the head is not computed. `hidden` `[num_logit_rows, hidden_size]` gets what the head reads of
+        the same rows: the last layer's result, after the final norm.
 
         Releases the GIL while computing. Block and token ids are checked against pools and vocabulary first.
 

@@ -148,6 +148,11 @@ class ReferenceExecutable:
         return self._program.vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        (head,) = (op for op in self._program.ops if isinstance(op, Logits))
+        return head.x.width
+
+    @property
     def num_threads(self) -> int:
         return self._num_threads
 
@@ -172,19 +177,23 @@ class ReferenceExecutable:
             raise ValueError(f"pools with blocks of {found} bytes, expected {expected}")
         self._pools = tuple(pools)
 
-    def run(self, step: StepInputs, logits: NDArray[np.float32]) -> None:
-        self._check(step, logits)
+    def run(
+        self, step: StepInputs, logits: NDArray[np.float32] | None, hidden: NDArray[np.float32] | None = None
+    ) -> None:
+        self._check(step, logits, hidden)
         for copy in step.copies:
             for layer in self._program.cache_groups[copy.group].layers:
                 kv = self._kv(layer)
                 kv[copy.dst, :, : copy.num_tokens] = kv[copy.src, :, : copy.num_tokens]
         values: dict[int, Floats] = {}
         for i, op in enumerate(self._program.ops):
-            result = self._compute(op, [values[value.id] for value in inputs(op)], step)
             if isinstance(op, Logits):
-                logits[:] = result
+                if hidden is not None:
+                    hidden[:] = values[op.x.id][step.logit_rows]
+                if logits is not None:
+                    logits[:] = self._compute(op, [values[op.x.id]], step)
             else:
-                values[op.out.id] = result
+                values[op.out.id] = self._compute(op, [values[value.id] for value in inputs(op)], step)
             for value in inputs(op):
                 if self._last_reads[value.id] == i:
                     values.pop(value.id, None)
@@ -278,13 +287,14 @@ class ReferenceExecutable:
     def _bias(self, bias: Weight | None) -> Floats | None:
         return None if bias is None else self._dequantize(bias)
 
-    def _check(self, step: StepInputs, logits: NDArray[np.float32]) -> None:
+    def _check(self, step: StepInputs, logits: NDArray[np.float32] | None, hidden: NDArray[np.float32] | None) -> None:
         table = next(op.table for op in self._program.ops if isinstance(op, Embed))
         bad = step.token_ids[(step.token_ids < 0) | (step.token_ids >= table.shape[0])]
         if bad.size:
             raise ValueError(f"token_ids holds {bad[0]}, which is not in [0, {table.shape[0]})")
-        if logits.shape != (len(step.logit_rows), self.vocab_size):
-            raise ValueError(f"logits: shape {logits.shape}, expected ({len(step.logit_rows)}, {self.vocab_size})")
+        for name, rows, width in ("logits", logits, self.vocab_size), ("hidden", hidden, self.hidden_size):
+            if rows is not None and rows.shape != (len(step.logit_rows), width):
+                raise ValueError(f"{name}: shape {rows.shape}, expected ({len(step.logit_rows)}, {width})")
 
 
 def _f32(x: NDArray[np.floating]) -> Floats:

@@ -22,6 +22,7 @@ from spolia.server.cache import CacheEndpoints
 from spolia.server.chat import ChatEndpoint
 from spolia.server.completions import CompletionEndpoint
 from spolia.server.config import ServerConfig
+from spolia.server.embeddings import EmbeddingEndpoint
 from spolia.server.errors import handle_disconnect, handle_error, handle_http_exception
 from spolia.server.llamacpp import LlamaCppEndpoints
 from spolia.server.ollama import OllamaEndpoints, OllamaLibrary
@@ -75,6 +76,7 @@ def _routes(models: ServedModels, config: ServerConfig) -> list[Route]:
         *TokenizeEndpoints(models, config).routes(),
         Route("POST", "/v1/completions", CompletionEndpoint(models, config).respond, CompletionRequest),
         Route("POST", "/v1/chat/completions", ChatEndpoint(models, config).respond, ChatRequest),
+        *EmbeddingEndpoint(models, config).routes(),
         *ResponsesEndpoints(models, config).routes(),
         *AnthropicEndpoints(models, config).routes(),
         *OllamaEndpoints(models, config).routes(),

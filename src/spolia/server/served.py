@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -48,6 +50,8 @@ class ServedModel:
     explained: ExplainLog = field(default_factory=ExplainLog)
     conversations: ConversationLog = field(default_factory=ConversationLog)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+    _embedding: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _embedders: list[object] = field(default_factory=list)
 
     @property
     def trouble(self) -> str | None:
@@ -61,6 +65,22 @@ class ServedModel:
     def num_waiting(self) -> int:
         """Streams that are not in the batch. The engine's own count is as old as its last step and misses a burst."""
         return len(self.streams) - self.engine.stats.num_running
+
+    @property
+    def num_embedding(self) -> int:
+        """Requests for embeddings that have not ended."""
+        return len(self._embedders)
+
+    @asynccontextmanager
+    async def embedding(self) -> AsyncIterator[None]:
+        """One request for embeddings at a time: each takes a step for every one of the engine's, and two would two."""
+        token = object()
+        self._embedders.append(token)
+        try:
+            async with self._embedding:
+                yield
+        finally:
+            self._embedders.remove(token)
 
     @property
     def engine(self) -> AsyncEngine:

@@ -62,6 +62,10 @@ class CpuExecutable:
         return self._vocab_size
 
     @property
+    def hidden_size(self) -> int:
+        return self.plan.hidden_size
+
+    @property
     def num_threads(self) -> int:
         return self._native.num_threads
 
@@ -84,8 +88,13 @@ class CpuExecutable:
         self._native.bind_kv(pools)
         self._pools = tuple(pools)
 
-    def run(self, step: StepInputs, logits: NDArray[np.float32]) -> None:
-        self._native.run(step, logits)
+    def run(
+        self, step: StepInputs, logits: NDArray[np.float32] | None, hidden: NDArray[np.float32] | None = None
+    ) -> None:
+        if hidden is None:
+            self._native.run(step, logits)
+        else:
+            self._native.run(step, logits, hidden)
 
     def argmax(self, rows: NDArray[np.float32]) -> NDArray[np.int64]:
         best = np.empty(len(rows), np.int64)

@@ -140,7 +140,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the executable is made of. `arena_row_bytes` is by domain; `groups` are indices of `layers`."""
+    """What the executable is made of. `arena_row_bytes` is by domain; `groups` are indices of `layers`.
+
+    `hidden` is the buffer of the rows that the head reads, before they are prepared; `hidden_size` their columns.
+    """
 
     buffers: tuple[Buffer, ...]
     arena_row_bytes: tuple[int, int, int]
@@ -152,6 +155,8 @@ class Plan:
     groups: tuple[tuple[int, ...], ...]
     stages: tuple[Stage, ...]
     kv_dtype: KvDtype
+    hidden: int
+    hidden_size: int
 
 
 @dataclass(slots=True)
@@ -201,6 +206,8 @@ class _Lowering:
         self.pairs: dict[int, tuple[Linear, Linear]] = {}  # by Glu: the products of gate and up that it goes with
         self.absorbed: set[int] = set()  # products that are computed with such a sum or Glu
         self.first_logits_stage = 0
+        self.hidden = -1
+        self.hidden_size = 0
         self.stages: list[Stage] = []
         self.places: dict[Hashable, _Place] = {}  # by value id, or by what else is kept in a buffer
         self.vectors: list[NDArray[np.float32]] = []
@@ -225,6 +232,8 @@ class _Lowering:
             groups=tuple(group.layers for group in self.program.cache_groups),
             stages=tuple(self.stages),
             kv_dtype=self.kv_dtype,
+            hidden=self.hidden,
+            hidden_size=self.hidden_size,
         )
 
     def _schedule(self) -> None:
@@ -313,6 +322,7 @@ class _Lowering:
             case Logits(x=x, weight=weight, bias=bias, scale=scale, softcap=softcap):
                 # Rounded finely: nothing comes after that could average the rounding out, and it is few rows.
                 rows, row_kind = self._prepare(x, weight, stage, precise=True)
+                self.hidden, self.hidden_size = self._read(x.id, stage), x.width
                 matmul = Matmul(
                     matrix=self._matrix(weight),
                     rows=rows,

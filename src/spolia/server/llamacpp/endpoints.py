@@ -17,10 +17,11 @@ from spolia.models import Tokenizer
 from spolia.server.answer import Answer
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
+from spolia.server.embeddings import embed, normalised, texts_or_ids
 from spolia.server.encoding import encode
 from spolia.server.errors import error_body
 from spolia.server.fill_in import infill_ids
-from spolia.server.llamacpp.schema import CompletionRequest, InfillRequest, TemplateRequest
+from spolia.server.llamacpp.schema import CompletionRequest, EmbeddingRequest, InfillRequest, TemplateRequest
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
 from spolia.server.sse import EventStream, watch_for_disconnect
@@ -40,6 +41,8 @@ class LlamaCppEndpoints:
         return [
             Route("POST", "/completion", self.complete, CompletionRequest),
             Route("POST", "/infill", self.infill, InfillRequest),
+            Route("POST", "/embedding", self.embedding, EmbeddingRequest),
+            Route("POST", "/embeddings", self.embedding, EmbeddingRequest),
             Route("POST", "/apply-template", self.apply_template, TemplateRequest),
             Route("GET", "/props", self.props),
             Route("GET", "/slots", self.slots),
@@ -66,6 +69,27 @@ class LlamaCppEndpoints:
             infill_ids, tokenizer, body.input_prefix + body.prompt, body.input_suffix, files=files
         )
         return await self._respond(request, served, body, ids)
+
+    async def embedding(self, request: Request) -> Response:
+        body = await read_body(request, EmbeddingRequest, max_bytes=self._config.max_body_bytes)
+        served = self._models.get(body.model)
+        asked = body.input if body.content is None else body.content
+        if asked is None:
+            raise InvalidRequest("content is missing; send a text, texts, or token ids", param="content")
+        _, embeddings = await embed(
+            served,
+            texts_or_ids(asked),
+            pooling=body.pooling,
+            cache_salt=body.cache_salt or "",
+            max_waiting=self._config.max_waiting,
+        )
+        norm = min(max(body.embd_normalize, -1), 1000)
+        return _json(
+            [
+                {"index": index, "embedding": [normalised(each.vector, norm).tolist()]}
+                for index, each in enumerate(embeddings)
+            ]
+        )
 
     async def apply_template(self, request: Request) -> Response:
         body = await read_body(request, TemplateRequest, max_bytes=self._config.max_body_bytes)

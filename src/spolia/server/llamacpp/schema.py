@@ -9,7 +9,7 @@ import msgspec
 from spolia.engine import SamplingParams
 from spolia.server.sampling import SamplingFields
 
-__all__ = ["CompletionRequest", "InfillRequest", "TemplateRequest"]
+__all__ = ["CompletionRequest", "EmbeddingRequest", "InfillRequest", "TemplateRequest"]
 
 # llama.cpp's own, which its users expect where they say nothing.
 _DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_last_n": 64}
@@ -49,6 +49,22 @@ class InfillRequest(_Sampling, kw_only=True):
     input_suffix: str = ""
     input_extra: list[dict[str, Any]] | None = None
     prompt: str = ""
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """`/embedding`.
+
+    Attributes:
+        content: as `input` of `/v1/embeddings`, which is another name for it here.
+        embd_normalize: -1 not at all, 0 the largest magnitude to 32,760, p the p-norm to 1.
+    """
+
+    content: str | list[str | int | list[int]] | None = None
+    input: str | list[str | int | list[int]] | None = None
+    model: str | None = None
+    embd_normalize: int = 2
+    pooling: str | None = None
+    cache_salt: str | None = None
 
 
 class TemplateRequest(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""Ollama's API: `/api/generate`, `/api/chat`, `/api/tags`, `/api/show`, `/api/ps`, `/api/pull`, `/api/version`."""
+"""Ollama's API, under `/api`: `generate`, `chat`, `embed`, `embeddings`, `tags`, `show`, `ps`, `pull`, `version`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""`/api/generate` and `/api/chat`: a reply as one object, or as lines of JSON."""
+"""`/api/generate` and `/api/chat`: a reply as one object, or as lines of JSON; `/api/embed` and `/api/embeddings`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
@@ -12,15 +13,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spolia.engine import RequestOutput
+from spolia.engine import Embedding, RequestOutput
 from spolia.errors import InvalidRequest, SpoliaError
 from spolia.server.answer import Answer
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
+from spolia.server.embeddings import check_dimensions, embed, normalised
 from spolia.server.encoding import encode
 from spolia.server.errors import ollama_error_body
 from spolia.server.fill_in import infill_ids
-from spolia.server.ollama.schema import ChatRequest, GenerateRequest
+from spolia.server.ollama.schema import ChatRequest, EmbeddingRequest, EmbedRequest, GenerateRequest
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
 from spolia.server.sse import EventStream
@@ -51,7 +53,37 @@ class OllamaEndpoints:
         return [
             Route("POST", "/api/generate", self.generate, GenerateRequest),
             Route("POST", "/api/chat", self.chat, ChatRequest),
+            Route("POST", "/api/embed", self.embed, EmbedRequest),
+            Route("POST", "/api/embeddings", self.embeddings, EmbeddingRequest),
         ]
+
+    async def embed(self, request: Request) -> Response:
+        body = await read_body(request, EmbedRequest, max_bytes=self._config.max_body_bytes)
+        served = self._models.get(body.asked)
+        begun_s = time.perf_counter()
+        check_dimensions(served, body.dimensions or None)
+        inputs = [body.input] if isinstance(body.input, str) else body.input
+        embeddings: list[Embedding] = []
+        if any(inputs):
+            _, embeddings = await embed(served, inputs, truncate=body.truncate, max_waiting=self._config.max_waiting)
+        reply = {
+            "model": served.name,
+            "embeddings": [normalised(each.vector).tolist() for each in embeddings],
+            "total_duration": _ns(time.perf_counter() - begun_s),
+            "load_duration": 0,
+            "prompt_eval_count": sum(each.num_tokens for each in embeddings),
+            "cached_prompt_count": sum(each.num_cached_tokens for each in embeddings),
+        }
+        return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    async def embeddings(self, request: Request) -> Response:
+        body = await read_body(request, EmbeddingRequest, max_bytes=self._config.max_body_bytes)
+        served = self._models.get(body.asked)
+        shown: list[float] = []
+        if body.prompt:
+            _, (embedding,) = await embed(served, [body.prompt], truncate=True, max_waiting=self._config.max_waiting)
+            shown = embedding.vector.tolist()
+        return Response(msgspec.json.encode({"embedding": shown}), media_type="application/json")
 
     async def generate(self, request: Request) -> Response:
         body = await read_body(request, GenerateRequest, max_bytes=self._config.max_body_bytes)

@@ -10,7 +10,15 @@ from spolia.engine import SamplingParams
 from spolia.errors import InvalidRequest
 from spolia.server.sampling import SamplingFields
 
-__all__ = ["ChatRequest", "GenerateRequest", "ModelRequest", "Options", "PullRequest"]
+__all__ = [
+    "ChatRequest",
+    "EmbedRequest",
+    "EmbeddingRequest",
+    "GenerateRequest",
+    "ModelRequest",
+    "Options",
+    "PullRequest",
+]
 
 # Ollama's own, which its users expect where they say nothing.
 _DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repeat_last_n": 64}
@@ -106,6 +114,28 @@ class ChatRequest(_Generating, kw_only=True):
 
     messages: list[dict[str, Any]] = []
     tools: list[dict[str, Any]] | None = None
+
+
+class EmbedRequest(ModelRequest, kw_only=True):
+    """`/api/embed`. Without input the model is only loaded. `options` do nothing here.
+
+    Attributes:
+        truncate: keep the beginning of an input that is too long; if not, that is an error.
+    """
+
+    input: str | list[str] = ""
+    truncate: bool = True
+    dimensions: int | None = None
+    keep_alive: str | float | None = None
+    options: dict[str, Any] | None = None
+
+
+class EmbeddingRequest(ModelRequest, kw_only=True):
+    """`/api/embeddings`, the older one, whose vectors are not normalised."""
+
+    prompt: str = ""
+    keep_alive: str | float | None = None
+    options: dict[str, Any] | None = None
 
 
 class PullRequest(ModelRequest, kw_only=True):

@@ -125,10 +125,12 @@ Plan to_plan(nb::handle plan) {
   });
   result.groups = get<std::vector<std::vector<int>>>(plan, "groups");
   result.stages = each<Stage>(plan.attr("stages"), to_stage);
+  result.hidden = get<int>(plan, "hidden");
+  result.hidden_size = get<int64_t>(plan, "hidden_size");
   return result;
 }
 
-Step to_step(nb::handle inputs, nb::handle logits, int64_t vocab_size) {
+Step to_step(nb::handle inputs, nb::handle logits, nb::handle hidden, const Executable& executable) {
   Step step{};
   int64_t num_starts;
   step.token_ids = data<const int32_t>(inputs.attr("token_ids"), "token_ids", {-1}, &step.num_rows);
@@ -137,7 +139,8 @@ Step to_step(nb::handle inputs, nb::handle logits, int64_t vocab_size) {
   if (num_starts == 0) throw std::invalid_argument("row_starts: empty, expected at least [0]");
   step.num_seqs = num_starts - 1;
   step.logit_rows = data<const int32_t>(inputs.attr("logit_rows"), "logit_rows", {-1}, &step.num_logit_rows);
-  step.logits = data<float>(logits, "logits", {step.num_logit_rows, vocab_size});
+  if (!logits.is_none()) step.logits = data<float>(logits, "logits", {step.num_logit_rows, executable.vocab_size()});
+  if (!hidden.is_none()) step.hidden = data<float>(hidden, "hidden", {step.num_logit_rows, executable.hidden_size()});
   for (nb::handle table : inputs.attr("block_tables")) {
     int64_t sizes[2];
     const int32_t* ids = data<const int32_t>(table, "block_tables", {step.num_seqs, -1}, sizes);
@@ -190,12 +193,13 @@ void bind_executable(nb::module_& m) {
              self.bind_kv(std::move(converted));
            })
       .def("run",
-           [](Executable& self, nb::handle inputs, nb::handle logits) {
-             const Step step = to_step(inputs, logits, self.vocab_size());
+           [](Executable& self, nb::handle inputs, nb::handle logits, nb::handle hidden) {
+             const Step step = to_step(inputs, logits, hidden, self);
              self.check(step);
              const nb::gil_scoped_release release;
              self.run(step);
-           })
+           },
+           nb::arg("step"), nb::arg("logits").none(), nb::arg("hidden") = nb::none())
       .def("argmax",
            [](Executable& self, nb::handle rows, nb::handle best) {
              int64_t sizes[2];

@@ -149,6 +149,9 @@ void Executable::run(const Step& step) {
   for (int i = 0; i < num_parts_ + 1; ++i) parts_[i].reset(threads_->size());
   auto job = [&](int thread) { work(step, thread); };
   threads_->run(job);
+  if (step.hidden)
+    for (int64_t row = 0; row < step.num_logit_rows; ++row)
+      std::memcpy(step.hidden + row * hidden_size(), floats(plan_.hidden, row), size_t(hidden_size()) * sizeof(float));
 }
 
 void Executable::argmax(const float* rows, int64_t num_rows, int64_t width, int64_t* best) {
@@ -313,7 +316,7 @@ void Executable::row_op(const RowOp& op, const Step& step, int64_t row, int64_t 
 
 // All products of the stage, cut into blocks of rows by chunks of tiles.
 void Executable::multiply(const Step& step, const Stage& stage, Part& part, int thread) {
-  if (stage.matmuls.empty()) return;
+  if (stage.matmuls.empty() || (!step.logits && stage.matmuls.front().out < 0)) return;  // the head is alone in its stage
   const int64_t num_rows = stage.domain == Domain::Logits ? step.num_logit_rows : step.num_rows;
   int64_t num_tiles = 0;
   for (const Matmul& matmul : stage.matmuls) num_tiles += ceil_div(packed_[matmul.matrix].n, kTile);

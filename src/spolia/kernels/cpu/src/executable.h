@@ -35,7 +35,8 @@ struct Step {
   const int32_t* logit_rows;
   std::vector<BlockTable> block_tables;
   std::vector<BlockCopy> copies;
-  float* logits;  // [num_logit_rows, vocab_size]
+  float* logits;  // [num_logit_rows, vocab_size]; null: the head is not computed
+  float* hidden;  // [num_logit_rows, hidden_size], what the head reads; null: nobody wants it
 };
 
 struct Range {
@@ -49,6 +50,7 @@ class Executable {
 
   const Kernels& kernels() const { return kernels_; }
   int64_t vocab_size() const { return vocab_size_; }
+  int64_t hidden_size() const { return plan_.hidden_size; }
   int num_threads() const { return threads_->size(); }
   int num_groups() const { return int(plan_.groups.size()); }
   size_t block_bytes(int group) const { return block_bytes_[group]; }

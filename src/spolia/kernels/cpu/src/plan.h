@@ -88,6 +88,8 @@ struct Plan {
   std::vector<AttendLayer> layers;
   std::vector<std::vector<int>> groups;  // layers of each cache group, in the order of their bytes in a block
   std::vector<Stage> stages;
+  int hidden;           // buffer of what the head reads, before it is prepared
+  int64_t hidden_size;  // its columns
 };
 
 }  // namespace spolia
