@@ -4,25 +4,26 @@ import random
 
 import numpy as np
 import pytest
-from kvcache_world import World, random_prompt
+from kvcache_world import BLOCK, World, random_prompt
 
-from spolia.kvcache import Cleared, GroupSpec, Removed, Stored
+from spolia.kvcache import BlocksStored, CacheMirror, GroupSpec
 
 
 class Follower:
-    """An index elsewhere, kept by events: namespace -> branch -> (parent, where it hangs, tokens)."""
+    """An index elsewhere, kept by events, and the set of whole blocks, kept by what the mirror says of them."""
 
     def __init__(self):
-        self.branches = {}
+        self.mirror = CacheMirror(BLOCK)
+        self.names = set()
         self.next = 0
 
     def follow(self, cache):
         batch = cache.events_since(self.next)
         if batch.num_dropped:
-            self.branches = {}
             snapshot = cache.snapshot()
-            for event in snapshot.stored:
-                self.apply(event)
+            self.mirror.reset(snapshot.stored)
+            self.names = set()
+            self.note(self.mirror.blocks())
             self.next = snapshot.next_sequence_number
             return
         for number, event in enumerate(batch.events, self.next):
@@ -31,37 +32,22 @@ class Follower:
         self.next = batch.next_sequence_number
 
     def apply(self, event):
-        branches = self.branches.setdefault(event.namespace, {})
-        match event:
-            case Stored():
-                _, start, tokens = branches.setdefault(event.branch, (event.parent, event.start, []))
-                assert start + len(tokens) == event.start
-                tokens.extend(event.token_ids.tolist())
-            case Removed():
-                _, start, tokens = branches[event.branch]
-                assert start + len(tokens) == event.start + event.num_tokens
-                del tokens[event.start - start :]
-                if not tokens:
-                    del branches[event.branch]
-            case Cleared():
-                branches.clear()
+        self.note(self.mirror.apply(event))
 
-    def sequence(self, namespace, branch, stop=None):
-        if branch == 0:
-            return []
-        parent, start, tokens = self.branches[namespace][branch]
-        before = self.sequence(namespace, parent, start)
-        assert len(before) == start
-        return (before + tokens)[:stop]
+    def note(self, changes):
+        for change in changes:
+            if isinstance(change, BlocksStored):
+                assert len(change.token_ids) == BLOCK * len(change.names)
+                assert change.parent is None or change.parent in self.names
+                assert not self.names & set(change.names)
+                self.names |= set(change.names)
+            else:
+                assert self.names >= set(change.names)
+                self.names -= set(change.names)
 
     def prefixes(self):
-        return {
-            (namespace, tuple(whole[:n]))
-            for namespace, branches in self.branches.items()
-            for branch in branches
-            for whole in [self.sequence(namespace, branch)]
-            for n in range(1, len(whole) + 1)
-        }
+        assert self.names == {name for run in self.mirror.blocks() for name in run.names}
+        return all_prefixes(self.mirror.sequences())
 
 
 def all_prefixes(stored):
@@ -84,6 +70,7 @@ def test_following_the_events_gives_what_is_stored(capacity):
             world.cache.clear(rng.choice([None, b"ns"]))
         follower.follow(world.cache)
         assert follower.prefixes() == all_prefixes(world.stored())
+        assert len(follower.names) == len({whole for whole in follower.prefixes() if len(whole[1]) % BLOCK == 0})
         if rng.random() < 0.05:
             late.follow(world.cache)
             assert late.prefixes() == all_prefixes(world.stored())

@@ -143,6 +143,15 @@ def serve(
     request_timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Longest that an answer may take. Default: 3600.")
     ] = None,
+    kv_events: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENDPOINT", help="Publish what the cache stores and gives up over ZMQ, like tcp://*:5557."
+        ),
+    ] = None,
+    kv_events_replay: Annotated[
+        str | None, typer.Option(metavar="ENDPOINT", help="Where those events can be asked for again, over ZMQ.")
+    ] = None,
     log_format: Annotated[str | None, typer.Option(metavar="FORM", help="Log as text (default) or json.")] = None,
     kv_dtype: KvDtypeFlag = None,
     kv_memory: KvMemoryFlag = None,
@@ -201,6 +210,8 @@ def serve(
         "tls_key": tls_key,
         "max_body_bytes": max_body,
         "request_timeout_s": request_timeout,
+        "kv_events": kv_events,
+        "kv_events_replay": kv_events_replay,
     }
     run(models, name=name, engine=engine, server=server, log_format=log_format, record=record)
 

@@ -22,6 +22,7 @@ from spolia.engine.embedding import Embedding, Pooling
 from spolia.engine.fairness import Tenant
 from spolia.engine.inspection import LaneView, lanes
 from spolia.engine.llm import LLM
+from spolia.engine.news import CacheNews
 from spolia.engine.outputs import BeamOutput, Counters, Delta, EngineStats, FinishReason, RequestOutput, Timings
 from spolia.engine.request import Request, Sequence
 from spolia.engine.runner import Runner
@@ -30,13 +31,20 @@ from spolia.engine.sessions import Session, SessionBusy, SessionStore, SessionTu
 from spolia.generation import BeamParams, SamplingParams, StructuredOutput, TokenLogprobs
 from spolia.kvcache import (
     DEFAULT_PRIORITY,
+    BlocksRemoved,
+    BlocksStored,
+    CacheMirror,
     CacheStats,
     CacheView,
+    Cleared,
+    Event,
     Explanation,
     Ledger,
     MissReason,
     Outcome,
     Pin,
+    Removed,
+    Stored,
     TokenRange,
     Wish,
 )
@@ -50,8 +58,13 @@ __all__ = [
     "AsyncEngine",
     "BeamOutput",
     "BeamParams",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CacheMirror",
+    "CacheNews",
     "CacheStats",
     "CacheView",
+    "Cleared",
     "Counters",
     "Delta",
     "Embedding",
@@ -59,6 +72,7 @@ __all__ = [
     "EngineConfig",
     "EngineCore",
     "EngineStats",
+    "Event",
     "Explanation",
     "FinishReason",
     "LaneView",
@@ -69,6 +83,7 @@ __all__ = [
     "Outcome",
     "Pin",
     "Pooling",
+    "Removed",
     "Request",
     "RequestOutput",
     "Runner",
@@ -81,6 +96,7 @@ __all__ = [
     "SessionTurn",
     "StepPlan",
     "StepStats",
+    "Stored",
     "StructuredOutput",
     "Tenant",
     "TierState",

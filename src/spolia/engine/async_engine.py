@@ -6,6 +6,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -15,6 +16,7 @@ from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer
 from spolia.engine.embedding import Embedding, EmbeddingRun, Pooling
 from spolia.engine.fairness import Tenant
+from spolia.engine.news import CacheNews, cache_news
 from spolia.engine.outputs import Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request
 from spolia.engine.thread import EngineThread
@@ -87,6 +89,24 @@ class AsyncEngine:
     def cache_stats(self) -> CacheStats:
         """The cache's own counters, which the engine's thread goes on counting up: read, and do not keep."""
         return self._engine.core.cache.stats
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the cache."""
+        return self._engine.core.cache.block_size
+
+    @property
+    def next_event_number(self) -> int:
+        """How many events the cache has had, so that who follows them need not ask in vain. Any thread."""
+        return self._engine.core.cache.next_event_number
+
+    def news(self, since: int | None) -> Future[CacheNews]:
+        """What the cache has stored and given up from event `since` on; see `cache_news`. Any thread.
+
+        Raises:
+            Overloaded, Bug: as `generate`.
+        """
+        return self._thread.call(lambda core: cache_news(core, since))
 
     @property
     def failure(self) -> SpoliaError | None:

@@ -3,7 +3,7 @@
 Token ids and block ids only: it never touches tensors, files or clocks of its own, and imports numpy and the standard
 library. Start with `KVCache` (`cache.py`: the life of a sequence), then `radix_tree.py` (the structure, with a drawing)
 and `block_pool.py` (the books); `eviction.py`, `retention.py`, `policies.py`, `wishes.py` and `pins.py` say what goes
-when room is short, `explain.py` and `events.py` what is told about it.
+when room is short, `explain.py`, `events.py` and `mirror.py` what is told about it.
 """
 
 from .block_pool import BlockPool, Ledger, Tag
@@ -11,6 +11,7 @@ from .cache import GroupSpec, KVCache, Snapshot
 from .events import Cleared, Event, EventBatch, Removed, Stored
 from .explain import Beneficiary, Eviction, Explanation, MissReason, PrefixHit, TokenRange, attribute
 from .lease import BlockCopy, Lease
+from .mirror import BlocksRemoved, BlocksStored, CacheMirror
 from .namespace import namespace_key
 from .pins import Pin
 from .policies import POLICIES, RetentionPolicy, make_policy
@@ -25,6 +26,9 @@ __all__ = [
     "Beneficiary",
     "BlockCopy",
     "BlockPool",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CacheMirror",
     "CacheStats",
     "CacheView",
     "Cleared",

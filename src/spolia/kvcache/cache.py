@@ -390,6 +390,11 @@ class KVCache:
         """
         return tuple(pool.ledger() for pool in self._pools)
 
+    @property
+    def next_event_number(self) -> int:
+        """Of the next event; whoever asks on another thread sees one that is old by a moment."""
+        return self._events.next_sequence_number
+
     def events_since(self, sequence_number: int) -> EventBatch:
         """What was stored, removed and cleared from that event on; see `events`."""
         return self._events.since(sequence_number)

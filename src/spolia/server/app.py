@@ -24,6 +24,7 @@ from spolia.server.completions import CompletionEndpoint
 from spolia.server.config import ServerConfig
 from spolia.server.embeddings import EmbeddingEndpoint
 from spolia.server.errors import handle_disconnect, handle_error, handle_http_exception
+from spolia.server.events import EventEndpoints
 from spolia.server.llamacpp import LlamaCppEndpoints
 from spolia.server.ollama import OllamaEndpoints, OllamaLibrary
 from spolia.server.page import PageEndpoints
@@ -54,8 +55,10 @@ def create_app(engines: Mapping[str, AsyncEngine | Future[AsyncEngine]], config:
     promises = {name: _promise(engine) for name, engine in engines.items()}
     models = ServedModels(promises, request_timeout_s=config.request_timeout_s)
     streams = ResumableStreams()
-    app = _App([*_routes(models, config), *streams.routes()])
+    events = EventEndpoints(models)
+    app = _App([*_routes(models, config), *streams.routes(), *events.routes()])
     app.state.resumable_streams = streams
+    app.state.cache_events = events
     app.state.models = models
     app.state.body_deadlines = BodyDeadlines(config.body_timeout_s)
     app.add_middleware(Gate, ring=None if config.keys is None else KeyRing(config.keys, time.monotonic))

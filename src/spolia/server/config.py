@@ -21,6 +21,8 @@ class ServerConfig:
         request_timeout_s: an answer that takes longer, queueing included, is ended where it is: finish_reason "length",
             stop_reason "request_timeout"; one that has not begun is answered 504.
         keys: file of API keys, see `server.access.keys`; None asks nobody for one.
+        kv_events: ZMQ endpoint at which events of the caches are published; None: nowhere.
+        kv_events_replay: ZMQ endpoint at which they can be asked for again; None: nowhere.
         tls_cert: certificate chain in PEM, with which the server speaks HTTPS; None: HTTP.
         tls_key: its private key.
     """
@@ -32,6 +34,8 @@ class ServerConfig:
     body_timeout_s: float = 60.0
     request_timeout_s: float = 3600.0
     keys: Path | None = None
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
 
@@ -48,6 +52,12 @@ class ServerConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; allowed are {low} to {high}")
+        for name in ("kv_events", "kv_events_replay"):
+            endpoint = getattr(self, name)
+            if endpoint is not None and "://" not in endpoint:
+                raise ValueError(f"{name} is {endpoint!r}; it must be an endpoint such as tcp://127.0.0.1:5557")
+        if self.kv_events is None and self.kv_events_replay is not None:
+            raise ValueError("kv_events_replay is given without kv_events, so there is nothing to ask for; give both")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together: give both, or neither")
         for name in ("tls_cert", "tls_key"):

@@ -18,6 +18,7 @@ from spolia.engine import AsyncEngine
 from spolia.server.app import create_app
 from spolia.server.body import BodyDeadlines
 from spolia.server.config import ServerConfig
+from spolia.server.events import EventEndpoints, EventPublisher
 from spolia.server.logs import log_fields
 from spolia.server.served import ServedModels
 
@@ -42,11 +43,16 @@ def serve(engines: Mapping[str, Future[AsyncEngine]], config: ServerConfig, list
     Blocks; call it on the main thread. The engines that were loaded are closed at the end.
 
     Raises:
-        SpoliaError: a model could not be loaded; nothing is served any more.
+        SpoliaError: a model could not be loaded, nothing is served any more; or KV events cannot be published.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     server = _Server(create_app(engines, config), engines, config)
-    asyncio.run(server.run_until_drained(listener))
+    publisher = server.publish_events(config)
+    try:
+        asyncio.run(server.run_until_drained(listener))
+    finally:
+        if publisher is not None:
+            publisher.close()
     for future in engines.values():
         if future.done() and (error := future.exception()) is not None:
             raise error
@@ -70,10 +76,17 @@ class _Server(uvicorn.Server):
         )
         self._models: ServedModels = app.state.models
         self._body_deadlines: BodyDeadlines = app.state.body_deadlines
+        self._events: EventEndpoints = app.state.cache_events
         self._engines = engines
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: asyncio.Task[None] | None = None
+
+    def publish_events(self, config: ServerConfig) -> EventPublisher | None:
+        """None if nobody wants them."""
+        if config.kv_events is None:
+            return None
+        return EventPublisher(self._models.loaded, config.kv_events, config.kv_events_replay)
 
     async def run_until_drained(self, listener: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
@@ -87,6 +100,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._body_deadlines.hurry(_REST_OF_BODY_S)
+        self._events.close()
         await super().shutdown(sockets)
 
     def _on_loaded(self, name: str, future: Future[AsyncEngine]) -> None:
