@@ -20,9 +20,10 @@ from spolia.bench import WORKLOADS
 from spolia.cli.flags import CHAT_DEFAULTS, GENERATE_DEFAULTS, EngineFlags, SamplingFlags, parse_size
 from spolia.cli.talk import Talk
 from spolia.engine import EngineConfig, SamplingParams
+from spolia.engine.session_files import SESSIONS_FOLDER
 from spolia.errors import InvalidRequest
 from spolia.server import ServerConfig
-from spolia.tiers import FolderBackend
+from spolia.tiers import DocumentFolder, FolderBackend
 
 SMALL = ["--kv-memory", "64MiB", "--max-context", "1024"]
 
@@ -159,6 +160,17 @@ def test_the_cache_commands_look_after_a_folder(tmp_path):
     result = spolia("cache", "verify", str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "0 blocks are good" in result.stdout
+    sessions = DocumentFolder(tmp_path / SESSIONS_FOLDER, b"o" * 32)
+    for name in ("session-1", "session-2", "session-3"):
+        sessions.put(name, b"{}")
+    (tmp_path / SESSIONS_FOLDER / "session-1.doc").write_bytes(b"torn")
+    result = spolia("cache", "verify", str(tmp_path))
+    assert result.returncode == 1
+    assert "2 sessions are good, 1 damaged and 0 unfinished were removed" in result.stdout
+    assert "2 sessions" in spolia("cache", "du", str(tmp_path)).stdout
+    assert "sessions deleted" not in spolia("cache", "clear", str(tmp_path)).stdout
+    assert "2 sessions deleted" in spolia("cache", "clear", str(tmp_path), "--sessions").stdout
+    assert sessions.names() == []
     assert "export" in spolia("cache", "--help").stdout
 
 

@@ -148,7 +148,7 @@ def test_several_models_are_served_by_name(smollm2_path: Path, tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [(["--name", "x"], "--name is for one model"), (["--kv-disk", "/tmp/x"], "--kv-disk"), ([], "a name of its own")],
+    [(["--name", "x"], "--name is for one model"), (["--record", "/tmp/x"], "--record"), ([], "a name of its own")],
 )
 def test_what_cannot_be_with_several_models_is_one_line_and_status_2(smollm2_path: Path, flags: list[str], words: str):
     second = str(smollm2_path) if not flags else "gemma3:270m"

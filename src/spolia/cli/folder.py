@@ -6,10 +6,13 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+from spolia.engine.session_files import SESSIONS_FOLDER
 from spolia.errors import InvalidRequest
 from spolia.tiers import (
     AesGcm,
     Checksum,
+    DocumentFolder,
+    ExtentError,
     FolderBackend,
     Sealer,
     conversations,
@@ -42,6 +45,9 @@ def du(path: Path) -> None:
     for owner in sorted(sizes, key=lambda owner: -sizes[owner]):
         print(f"{owner[0]}  {owner[1]:<24} {blocks[owner]:>8} blocks  {_size(sizes[owner]):>10}")
     print(f"{'total':<38} {sum(blocks.values()):>8} blocks  {_size(sum(sizes.values())):>10}")
+    num_sessions = len(_sessions(path).names())
+    if num_sessions:
+        print(f"{num_sessions} sessions")
 
 
 def verify(path: Path, key: str | None) -> bool:
@@ -49,11 +55,23 @@ def verify(path: Path, key: str | None) -> bool:
     report = verify_folder(_open(path, sweep=False), _sealer(key))
     for name, reason in report.refused:
         print(f"removed {name[:12]}: {reason}")
+    sessions = _sessions(path, key)
+    damaged, num_unfinished = [], sessions.sweep()
+    for name in sessions.names():
+        try:
+            sessions.read(name)
+        except ExtentError as error:
+            damaged.append(name)
+            print(f"removed {name}: {error}")
+            sessions.delete(name)
     print(
         f"{report.num_good} blocks are good ({_size(report.num_bytes)}), "
         f"{len(report.refused)} damaged ones and {report.num_swept} unfinished files were removed"
     )
-    return not report.refused
+    num_sessions = len(sessions.names())
+    if num_sessions or damaged or num_unfinished:
+        print(f"{num_sessions} sessions are good, {len(damaged)} damaged and {num_unfinished} unfinished were removed")
+    return not report.refused and not damaged
 
 
 def export(path: Path, conversation: str, file: Path) -> None:
@@ -68,14 +86,20 @@ def import_file(path: Path, file: Path, key: str | None, *, is_forced: bool) -> 
     print(f"{count} blocks imported")
 
 
-def clear(path: Path, namespace: str) -> None:
-    """Delete all blocks, or those of a namespace."""
+def clear(path: Path, namespace: str, *, with_sessions: bool) -> None:
+    """Delete all blocks, or those of a namespace, and all sessions if these are to go, too."""
     folder = _open(path)
     keys = [entry.key for entry in folder.entries()]
     if namespace:
         keys = [header.key for header, _, _ in headers(folder) if header.namespace.hex().startswith(namespace)]
     folder.delete(keys)
     print(f"{len(keys)} blocks deleted")
+    if with_sessions:
+        sessions = _sessions(path)
+        names = sessions.names()
+        for name in names:
+            sessions.delete(name)
+        print(f"{len(names)} sessions deleted")
 
 
 def _open(path: Path, *, make: bool = False, sweep: bool = True) -> FolderBackend:
@@ -86,6 +110,10 @@ def _open(path: Path, *, make: bool = False, sweep: bool = True) -> FolderBacken
     if not make and not (path / "spolia-kv-1").is_dir():
         raise InvalidRequest(f"{path} is not a folder that --kv-disk has used", param="dir")
     return FolderBackend(path, sweep=sweep)
+
+
+def _sessions(path: Path, key: str | None = None) -> DocumentFolder:
+    return DocumentFolder(path / SESSIONS_FOLDER, sealer=_sealer(key))
 
 
 def _sealer(key: str | None) -> Sealer:

@@ -68,8 +68,9 @@ def add_folder_commands(app: typer.Typer) -> None:
     def clear(
         folder: DirArgument,
         namespace: Annotated[str, typer.Option(help="Only this one, as `spolia cache du` shows it.")] = "",
+        sessions: Annotated[bool, typer.Option("--sessions", help="And all sessions that are kept there.")] = False,
     ) -> None:
-        """Delete what DIR holds."""
+        """Delete the KV that DIR holds."""
         from spolia.cli.folder import clear
 
-        clear(folder, namespace)
+        clear(folder, namespace, with_sessions=sessions)

@@ -42,8 +42,8 @@ def run(
     """
     if len(sources) > 1 and name is not None:
         raise InvalidRequest("--name is for one model; each of several goes by its own", param="name")
-    if len(sources) > 1 and (record is not None or engine.kv_disk is not None):
-        raise InvalidRequest("--record and --kv-disk are for one model; serve each from a process of its own")
+    if len(sources) > 1 and record is not None:
+        raise InvalidRequest("--record is for one model; serve each from a process of its own", param="record")
     names = [name or _name(source) for source in sources]
     if len(set(names)) < len(names):
         raise InvalidRequest(f"the models are called {', '.join(names)}; each needs a name of its own", param="model")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -19,10 +21,13 @@ from spolia.engine.fairness import Tenant
 from spolia.engine.news import CacheNews, cache_news
 from spolia.engine.outputs import Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request
+from spolia.engine.session_files import SessionFiles
+from spolia.engine.sessions import Session, SessionStore
+from spolia.engine.storage import make_sealer
 from spolia.engine.thread import EngineThread
 from spolia.errors import SpoliaError
 from spolia.generation import SamplingParams
-from spolia.kvcache import CacheStats, Wish
+from spolia.kvcache import CacheStats, Wish, namespace_key
 from spolia.models import Model
 from spolia.tiers import TierUse
 
@@ -36,6 +41,9 @@ _NO_ROOM_S = 0.02
 
 class AsyncEngine:
     """Serves many requests at a time to the coroutines of any event loop.
+
+    Attributes:
+        sessions: conversations that are kept; with `kv_disk`, those of earlier processes, too.
 
     Args:
         model: a source as `models.load` takes it, a loaded model, or a whole `Engine` that was built elsewhere.
@@ -59,6 +67,9 @@ class AsyncEngine:
         # By id of the loop, which lives as long as its outbox, and that as long as its streams.
         self._outboxes: weakref.WeakValueDictionary[int, _Outbox] = weakref.WeakValueDictionary()
         weakref.finalize(self, self._thread.close)  # the thread ends with its owner, or before the interpreter does
+        self.sessions = SessionStore(
+            clock=time.monotonic, closed=_Closed(weakref.ref(self)), files=_session_files(self._engine)
+        )
 
     @property
     def model(self) -> Model:
@@ -227,8 +238,9 @@ class AsyncEngine:
         return await asyncio.to_thread(self._thread.wait_drained, timeout_s)
 
     async def aclose(self) -> None:
-        """Abort what is in flight and end the engine's thread."""
+        """Abort what is in flight, end the engine's thread, and write what is to outlive it."""
         await asyncio.to_thread(self._thread.close)
+        await asyncio.to_thread(self.sessions.end)
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -237,6 +249,29 @@ class AsyncEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+class _Closed:
+    """Hears of sessions that are closed: what only they used goes first. Keeps no engine alive."""
+
+    def __init__(self, engine: weakref.ref[AsyncEngine]) -> None:
+        self._engine = engine
+
+    def __call__(self, session: Session) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        with suppress(SpoliaError):  # an engine that has ended keeps nothing
+            engine.spend(session.token_ids, cache_salt=session.cache_salt)
+
+
+def _session_files(engine: Engine) -> SessionFiles | None:
+    """Where its sessions are kept; None without a disk. They are the model's: token ids mean nothing to another."""
+    config = engine.config
+    if config.kv_disk is None:
+        return None
+    owner = namespace_key(what="sessions", model=engine.model.digest, engine_salt=config.cache_salt)
+    return SessionFiles(Path(config.kv_disk), owner, make_sealer(config))
 
 
 class TokenStream:

@@ -7,17 +7,22 @@ A client that sends its history as text has it rendered and tokenised again, and
 out, keys in another order) costs the cache from there on. A session never renders what it has: new text is added after
 the ids that are there, so all of a turn's history is reused as long as the cache holds it.
 
-A session has one turn at a time. Only an answer that was completed becomes part of it.
+A session has one turn at a time. Only an answer that was completed becomes part of it. With `SessionFiles` they outlive
+the process: each is written when it changes, and found again, with what is left of its time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from spolia.engine.session_files import KeptSession, SessionFiles
 from spolia.errors import InvalidRequest, Overloaded
 
 __all__ = ["Session", "SessionBusy", "SessionStore", "SessionTurn", "UnknownSession"]
@@ -45,6 +50,8 @@ class Session:
         marks: (number of tokens, number of messages) at the end of each turn.
         ttl_s: it is closed when nobody has used it for so long.
         turn: the one that is running.
+        saved: done when it is on disk as it is now; None: it is not to be.
+        on_change: hears that it has changed.
     """
 
     id: str
@@ -56,6 +63,8 @@ class Session:
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     marks: list[tuple[int, int]] = field(default_factory=list)
     turn: SessionTurn | None = None
+    saved: Future[None] | None = None
+    on_change: Callable[[Session], None] = lambda _: None
 
     @property
     def is_busy(self) -> bool:
@@ -66,12 +75,18 @@ class Session:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    async def kept(self, timeout_s: float = 2.0) -> None:
+        """Wait until it is on disk as it is now, if it is to be, but no longer than that: a disk may hang."""
+        if self.saved is not None and not self.saved.done():
+            await asyncio.wait([asyncio.wrap_future(self.saved)], timeout=timeout_s)
+
     def append(self, token_ids: Sequence[int], messages: Sequence[Mapping[str, Any]] = ()) -> None:
         """Add what somebody said; a turn that ends here can be rewound to."""
         self._require_idle()
         self.token_ids += token_ids
         self.messages += messages
         self._mark()
+        self.on_change(self)
 
     def rewind(self, *, turns: int | None = None, num_tokens: int | None = None) -> None:
         """Forget the last turns, or all after so many tokens.
@@ -102,6 +117,7 @@ class Session:
             num_messages = self.marks[-1][1] if self.marks else 0
         del self.token_ids[keep:]
         del self.messages[num_messages:]
+        self.on_change(self)
 
     def _mark(self) -> None:
         mark = (self.num_tokens, len(self.messages))
@@ -154,6 +170,7 @@ class SessionTurn:
             if self._messages:  # a session of text has none
                 session.messages += [*self._messages, {"role": "assistant", "content": text}]
             session._mark()
+            session.on_change(session)
 
     def abandon(self) -> None:
         """It was not, and the session is as it was. Does nothing before `begin` and after `finish`."""
@@ -166,6 +183,8 @@ class SessionStore:
 
     Args:
         closed: hears of each session that was closed or has expired.
+        files: where they are kept, too; those that are there already are open from the start. None: nowhere.
+        now: seconds since the epoch: files outlive the clock.
     """
 
     def __init__(
@@ -175,6 +194,8 @@ class SessionStore:
         closed: Callable[[Session], None] = lambda _: None,
         max_sessions: int = _MAX_SESSIONS,
         ttl_s: float = _DEFAULT_TTL_S,
+        files: SessionFiles | None = None,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
         self._closed = closed
@@ -182,6 +203,29 @@ class SessionStore:
         self._ttl_s = ttl_s
         self._lock = threading.Lock()
         self._open: dict[str, Session] = {}
+        self._files = files
+        if files is not None:
+            self._find_again(files, now())
+
+    def _find_again(self, files: SessionFiles, now_s: float) -> None:
+        """Open what an earlier process had open, and forget what has expired since."""
+        kept = list(files.load())
+        for number, (one, used_s) in enumerate(kept):
+            age_s = max(0.0, now_s - used_s)
+            if age_s >= one.ttl_s or number < len(kept) - self._max_sessions:
+                files.delete(one.id)
+                continue
+            then_s = self._clock() - age_s
+            session = Session(one.id, one.cache_salt, then_s, then_s, one.ttl_s, on_change=self._save)
+            session.token_ids, session.messages, session.marks = one.token_ids, one.messages, one.marks
+            self._open[session.id] = session
+
+    def _save(self, session: Session) -> None:
+        if self._files is not None and session.id in self._open:
+            kept = KeptSession(
+                session.id, session.cache_salt, session.ttl_s, session.token_ids, session.messages, session.marks
+            )
+            session.saved = self._files.save(kept)
 
     def open(self, cache_salt: str, *, ttl_s: float | None = None) -> Session:
         """A new, empty one.
@@ -194,11 +238,14 @@ class SessionStore:
             raise InvalidRequest(f"ttl is {ttl_s}; it must be a positive number of seconds", param="ttl")
         self.expire()
         now_s = self._clock()
-        session = Session(f"session-{secrets.token_hex(16)}", cache_salt, now_s, now_s, ttl_s or self._ttl_s)
+        session = Session(
+            f"session-{secrets.token_hex(16)}", cache_salt, now_s, now_s, ttl_s or self._ttl_s, on_change=self._save
+        )
         with self._lock:
             if len(self._open) >= self._max_sessions:
                 raise Overloaded(f"{len(self._open)} sessions are open, the limit; close some")
             self._open[session.id] = session
+        self._save(session)
         return session
 
     def get(self, session_id: str, cache_salt: str) -> Session:
@@ -213,6 +260,8 @@ class SessionStore:
                 f"no session {session_id!r} is open here; open one with POST /v1/sessions", param="session"
             )
         session.used_s = self._clock()
+        if self._files is not None:
+            self._files.touch(session.id)
         return session
 
     def fork(self, session: Session) -> Session:
@@ -225,6 +274,7 @@ class SessionStore:
         other = self.open(session.cache_salt, ttl_s=session.ttl_s)
         other.token_ids, other.messages = list(session.token_ids), list(session.messages)
         other.marks = list(session.marks)
+        other.on_change(other)
         return other
 
     def close(self, session: Session) -> None:
@@ -237,7 +287,7 @@ class SessionStore:
         with self._lock:
             found = self._open.pop(session.id, None)
         if found is not None:
-            self._closed(found)
+            self._forget(found)
 
     def all(self, cache_salt: str) -> list[Session]:
         """Those of one owner, the oldest first."""
@@ -253,4 +303,14 @@ class SessionStore:
             for session in gone:
                 del self._open[session.id]
         for session in gone:
-            self._closed(session)
+            self._forget(session)
+
+    def end(self, timeout_s: float = 10.0) -> None:
+        """The process is about to end: write what waits to be written, for so long at most."""
+        if self._files is not None:
+            self._files.close(timeout_s)
+
+    def _forget(self, session: Session) -> None:
+        if self._files is not None:
+            self._files.delete(session.id)
+        self._closed(session)

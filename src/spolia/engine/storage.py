@@ -27,7 +27,16 @@ from spolia.tiers import (
     read_key,
 )
 
-__all__ = ["build_cache", "open_tiers"]
+__all__ = ["build_cache", "make_sealer", "open_tiers"]
+
+
+def make_sealer(config: EngineConfig) -> Sealer:
+    """What closes all that leaves memory.
+
+    Raises:
+        InvalidRequest: there is no such key.
+    """
+    return Checksum() if config.kv_encrypt is None else AesGcm(read_key(config.kv_encrypt))
 
 
 def open_tiers(config: EngineConfig) -> tuple[list[TierUse], EngineConfig]:
@@ -36,7 +45,7 @@ def open_tiers(config: EngineConfig) -> tuple[list[TierUse], EngineConfig]:
     Raises:
         InvalidRequest: one that cannot be used.
     """
-    sealer: Sealer = Checksum() if config.kv_encrypt is None else AesGcm(read_key(config.kv_encrypt))
+    sealer = make_sealer(config)
     uses = []
     if config.kv_host is not None:
         uses.append(TierUse(Tier("host", HostBackend(config.kv_host)), "write_back", is_exclusive=True))

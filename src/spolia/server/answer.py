@@ -184,7 +184,10 @@ class Answer:
         try:
             if len(self._streams) == 1:  # no queue between the engine and the only reader
                 async for delta in self._streams[0]:
-                    yield 0, self._note(0, delta)
+                    noted = self._note(0, delta)
+                    if delta.output is not None and self._turn is not None:
+                        await self._turn.session.kept()  # who has read the answer can go on from it, come what may
+                    yield 0, noted
             else:
                 async for pair in self._merged():
                     yield pair

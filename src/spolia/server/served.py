@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-from spolia.engine import AsyncEngine, CacheStats, EngineStats, Session, SessionStore, TokenStream
+from spolia.engine import AsyncEngine, CacheStats, EngineStats, SessionStore, TokenStream
 from spolia.errors import NotReady, UnknownModel
 from spolia.server.conversations import ConversationLog
 from spolia.server.curve import LiveCurve
@@ -32,7 +32,6 @@ class ServedModel:
         loading: done when the model can answer, or holds why it never will.
         streams: submitted and not ended. Weak, so that one which nobody reads any more does not count for ever.
         request_timeout_s: after which an answer is ended.
-        sessions: conversations that are kept here.
         curve: what other sizes would have hit.
         explained, conversations: of the last requests.
         recent: what the page shows of the requests that ended last.
@@ -43,7 +42,6 @@ class ServedModel:
     loading: Future[AsyncEngine]
     metrics: ModelMetrics
     request_timeout_s: float
-    sessions: SessionStore
     curve: LiveCurve
     since_s: float = field(default_factory=time.time)
     streams: WeakSet[TokenStream] = field(default_factory=WeakSet)
@@ -92,6 +90,15 @@ class ServedModel:
             raise NotReady(self.trouble)
         return self.loading.result()
 
+    @property
+    def sessions(self) -> SessionStore:
+        """Conversations that are kept here.
+
+        Raises:
+            NotReady: as `engine`.
+        """
+        return self.engine.sessions
+
 
 class ServedModels:
     """By name, in the order given."""
@@ -99,9 +106,7 @@ class ServedModels:
     def __init__(self, engines: Mapping[str, Future[AsyncEngine]], *, request_timeout_s: float) -> None:
         self.metrics = Metrics(self._snapshots, self._caches)
         self._by_name = {
-            name: ServedModel(
-                name, engine, self.metrics.of_model(name), request_timeout_s, _sessions(engine), LiveCurve(engine)
-            )
+            name: ServedModel(name, engine, self.metrics.of_model(name), request_timeout_s, LiveCurve(engine))
             for name, engine in engines.items()
         }
 
@@ -135,12 +140,3 @@ class ServedModels:
 
     def _caches(self) -> dict[str, CacheStats]:
         return {name: engine.cache_stats for name, engine in self.loaded().items()}
-
-
-def _sessions(loading: Future[AsyncEngine]) -> SessionStore:
-    def forget(session: Session) -> None:
-        engine = loading.result()
-        if engine.failure is None:
-            engine.spend(session.token_ids, cache_salt=session.cache_salt)
-
-    return SessionStore(clock=time.monotonic, closed=forget)

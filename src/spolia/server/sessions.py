@@ -8,7 +8,8 @@
     POST   /v1/sessions/{id}/rewind      forget the last turns
     DELETE /v1/sessions/{id}             close
 
-Turns are taken by `/v1/chat/completions` and `/v1/completions` with `"session": id`.
+Turns are taken by `/v1/chat/completions` and `/v1/completions` with `"session": id`. With a disk, what was answered
+outlives the server.
 """
 
 from __future__ import annotations
@@ -190,7 +191,9 @@ class SessionEndpoints:
     async def open(self, request: Request) -> Response:
         body = await read_body(request, OpenSession, max_bytes=self._config.max_body_bytes)
         served = self._models.get(body.model)
-        return _reply(served, served.sessions.open(current_caller().cache_salt(body.cache_salt or ""), ttl_s=body.ttl))
+        return await _reply(
+            served, served.sessions.open(current_caller().cache_salt(body.cache_salt or ""), ttl_s=body.ttl)
+        )
 
     async def list(self, request: Request) -> Response:
         served = self._models.get(request.query_params.get("model"))
@@ -200,7 +203,7 @@ class SessionEndpoints:
 
     async def show(self, request: Request, session_id: str) -> Response:
         served = self._models.get(request.query_params.get("model"))
-        return _reply(served, find_session(served, session_id, request.query_params.get("cache_salt")))
+        return await _reply(served, find_session(served, session_id, request.query_params.get("cache_salt")))
 
     async def close(self, request: Request, session_id: str) -> Response:
         served = self._models.get(request.query_params.get("model"))
@@ -218,7 +221,7 @@ class SessionEndpoints:
         model = served.engine.model
         if body.prompt is not None:
             session.append(await _added_ids(session, model.tokenizer, body.prompt))
-            return _reply(served, session)
+            return await _reply(served, session)
         template = model.chat_template
         if template is None:
             raise InvalidRequest(f"{model.name} has no chat template; send a prompt", param="messages")
@@ -230,19 +233,19 @@ class SessionEndpoints:
         )
         turn.abandon()
         session.append(turn.prompt_ids[turn.num_history_tokens :], _new_messages(session.messages, body.messages or []))
-        return _reply(served, session)
+        return await _reply(served, session)
 
     async def fork(self, request: Request, session_id: str) -> Response:
         body = await read_body(request, ForkSession, max_bytes=self._config.max_body_bytes)
         served = self._models.get(body.model)
-        return _reply(served, served.sessions.fork(find_session(served, session_id, body.cache_salt)))
+        return await _reply(served, served.sessions.fork(find_session(served, session_id, body.cache_salt)))
 
     async def rewind(self, request: Request, session_id: str) -> Response:
         body = await read_body(request, RewindSession, max_bytes=self._config.max_body_bytes)
         served = self._models.get(body.model)
         session = find_session(served, session_id, body.cache_salt)
         session.rewind(turns=body.turns, num_tokens=body.num_tokens)
-        return _reply(served, session)
+        return await _reply(served, session)
 
 
 def _card(served: ServedModel, session: Session) -> SessionCard:
@@ -257,5 +260,6 @@ def _card(served: ServedModel, session: Session) -> SessionCard:
     )
 
 
-def _reply(served: ServedModel, session: Session) -> Response:
+async def _reply(served: ServedModel, session: Session) -> Response:
+    await session.kept()
     return Response(msgspec.json.encode(_card(served, session)), media_type="application/json")

@@ -10,6 +10,7 @@ nothing that comes up, and keeps a backend that fails from being asked. `Mover` 
 from .aead import AesGcm, read_key
 from .archive import Conversation, conversations, export_conversation, headers, import_conversation
 from .backend import Entry, Health, ListableBackend, StorageBackend
+from .documents import Document, DocumentFolder
 from .extent import (
     SEAL_BYTES,
     Checksum,
@@ -40,6 +41,8 @@ __all__ = [
     "BlockRun",
     "Checksum",
     "Conversation",
+    "Document",
+    "DocumentFolder",
     "Entry",
     "ExtentError",
     "ExtentHeader",

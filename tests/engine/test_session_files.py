@@ -1,0 +1,167 @@
+"""Sessions outlive the process: what was written is found again, what is damaged or another's is not."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from spolia.engine import SessionStore, SessionTurn, UnknownSession
+from spolia.engine.session_files import SESSIONS_FOLDER, SessionFiles
+from spolia.tiers import AesGcm, Checksum, DocumentFolder
+
+from .test_sessions import Clock
+
+OWNER, OTHER = b"o" * 32, b"p" * 32
+
+
+class Place:
+    """A folder, and stores over it as a process has them."""
+
+    def __init__(self, folder) -> None:
+        self.folder = folder
+        self.clock = Clock()
+        self.now_s = time.time()
+
+    def store(self, owner=OWNER, sealer=None, **options) -> SessionStore:
+        files = SessionFiles(self.folder, owner, sealer or Checksum())
+        return SessionStore(clock=self.clock, files=files, now=lambda: self.now_s, **options)
+
+    def files(self, suffix=".doc"):
+        return sorted((self.folder / SESSIONS_FOLDER).glob(f"*{suffix}"))
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+def open_with_turns(store, *, salt="", ttl_s=100.0):
+    session = store.open(salt, ttl_s=ttl_s)
+    for number in range(2):
+        turn = SessionTurn(session, [10 * number, 10 * number + 1], [{"role": "user", "content": f"q{number}"}])
+        turn.begin()
+        turn.finish([7, 8], f"a{number}")
+    return session
+
+
+def test_a_session_is_there_token_for_token_in_the_next_process(place):
+    store = place.store()
+    before = open_with_turns(store, salt="mine")
+    before.saved.result(10)  # killed from here on: nothing was closed
+    again = place.store()
+    after = again.get(before.id, "mine")
+    assert (after.token_ids, after.messages, after.marks) == (before.token_ids, before.messages, before.marks)
+    after.rewind(turns=1)
+    after.saved.result(10)
+    assert place.store().get(before.id, "mine").token_ids == [0, 1, 7, 8]
+
+
+def test_nobody_else_gets_it_after_a_restart_either(place):
+    session = open_with_turns(place.store(), salt="mine")
+    session.saved.result(10)
+    with pytest.raises(UnknownSession):
+        place.store().get(session.id, "theirs")
+    assert place.store(owner=OTHER).all("mine") == []  # another model's ids mean nothing to this one
+    assert place.store().all("mine")[0].id == session.id
+
+
+def test_its_time_runs_while_no_server_does(place):
+    session = open_with_turns(place.store(), ttl_s=100.0)
+    session.saved.result(10)
+    place.now_s += 60
+    store = place.store()
+    assert [found.id for found in store.all("")] == [session.id]
+    place.clock.now_s += 45  # 105 in all
+    assert store.all("") == []
+    store.end()
+    assert place.files() == []
+
+
+def test_what_expired_meanwhile_is_gone_from_the_disk_too(place):
+    open_with_turns(place.store(), ttl_s=100.0).saved.result(10)
+    place.now_s += 101
+    store = place.store()
+    assert store.all("") == []
+    store.end()
+    assert place.files() == []
+
+
+def test_using_it_keeps_it(place):
+    store = place.store()
+    session = open_with_turns(store)
+    session.saved.result(10)
+    os.utime(place.files()[0], (place.now_s - 99, place.now_s - 99))
+    store.get(session.id, "")
+    place.now_s += 50
+    assert place.store().get(session.id, "").token_ids == session.token_ids
+
+
+def test_a_closed_one_does_not_come_back(place):
+    store = place.store()
+    session = open_with_turns(store)
+    store.close(session)
+    session.on_change(session)  # a turn that ends late saves nothing
+    store.end()
+    assert place.files() == []
+
+
+def test_a_fork_is_kept_as_well(place):
+    store = place.store()
+    fork = store.fork(open_with_turns(store))
+    fork.saved.result(10)
+    assert place.store().get(fork.id, "").token_ids == fork.token_ids
+
+
+@pytest.mark.parametrize("sealer", [Checksum(), AesGcm(b"k" * 32)])
+def test_what_was_damaged_or_swapped_is_no_session(place, sealer):
+    store = place.store(sealer=sealer)
+    for session in (open_with_turns(store), open_with_turns(store), open_with_turns(store)):
+        session.saved.result(10)
+    first, second, third = place.files()
+    data = bytearray(first.read_bytes())
+    data[-40] ^= 1
+    first.write_bytes(data)
+    second.write_bytes(third.read_bytes())
+    assert [found.id for found in place.store(sealer=sealer).all("")] == [third.stem]
+
+
+def test_with_a_key_nothing_of_a_session_is_readable_and_nobody_without_it_opens_it(place):
+    session = place.store(sealer=AesGcm(b"k" * 32)).open("salt of mine", ttl_s=100)
+    session.append([1, 2, 3], [{"role": "user", "content": "the secret of the abbey"}])
+    session.saved.result(10)
+    content = place.files()[0].read_bytes()
+    assert b"abbey" not in content
+    assert b"salt of mine" not in content
+    assert place.store(sealer=AesGcm(b"l" * 32)).all("salt of mine") == []
+    assert place.store().all("salt of mine") == []
+
+
+def test_a_crash_while_writing_leaves_the_session_as_it_was(place):
+    session = open_with_turns(place.store())
+    session.saved.result(10)
+    (place.folder / SESSIONS_FOLDER / f"{session.id}.part").write_bytes(b"half of")
+    store = place.store()
+    assert store.get(session.id, "").token_ids == session.token_ids
+    assert DocumentFolder(place.folder / SESSIONS_FOLDER).sweep() == 1
+
+
+def test_a_disk_that_fails_costs_no_session(place, caplog):
+    store = place.store()
+    (place.folder / SESSIONS_FOLDER).write_text("a file where the folder should be")
+    session = open_with_turns(store)
+    session.saved.result(10)
+    assert store.get(session.id, "").num_tokens == 8
+    assert "kept in memory only" in caplog.text
+
+
+def test_the_latest_are_kept_where_there_are_too_many(place):
+    store = place.store()
+    sessions = [open_with_turns(store) for _ in range(4)]
+    for number, session in enumerate(sessions):
+        session.saved.result(10)
+        used_s = place.now_s - 10 + number
+        os.utime(place.folder / SESSIONS_FOLDER / f"{session.id}.doc", (used_s, used_s))
+    small = place.store(max_sessions=2)
+    assert [found.id for found in small.all("")] == [session.id for session in sessions[2:]]
