@@ -26,10 +26,48 @@ def test_every_metric_of_the_dashboard_is_exposed():
     engine = chatty_engine()
     with serving({"toy": engine}) as url:
         httpx.post(f"{url}/v1/completions", json={"prompt": "abc", "max_tokens": 3}).raise_for_status()
-        exposed = set(re.findall(r"^(spolia_\w+)", httpx.get(f"{url}/metrics").text, re.MULTILINE))
+        exposed = set(re.findall(r"^(?:# TYPE )?(spolia_\w+)", httpx.get(f"{url}/metrics").text, re.MULTILINE))
     asyncio.run(engine.aclose())
     assert len(used) > 10
     assert used - exposed == set()
+
+
+def test_how_long_kv_was_kept_and_came_back_is_told():
+    engine = chatty_engine(num_blocks=8, max_context=100)
+    with serving({"toy": engine}) as url:
+        for prompt in ("a", "a", "b", "c"):
+            body = {"prompt": prompt * 60, "max_tokens": 2}
+            httpx.post(f"{url}/v1/completions", json=body).raise_for_status()
+        samples = dict(line.rsplit(" ", 1) for line in httpx.get(f"{url}/metrics").text.splitlines() if line[0] != "#")
+    asyncio.run(engine.aclose())
+    evicted = float(samples['spolia_evicted_tokens_total{model="toy"}'])
+    assert evicted > 0
+    for name in ("spolia_kv_lifetime_seconds", "spolia_kv_idle_before_evict_seconds"):
+        assert float(samples[f'{name}_count{{model="toy"}}']) == evicted
+        assert float(samples[f'{name}_sum{{model="toy"}}']) > 0
+    assert float(samples['spolia_kv_reuse_gap_seconds_count{model="toy"}']) >= 59
+    assert float(samples['spolia_decode_seconds_count{model="toy"}']) == 4
+    assert float(samples['spolia_prefill_seconds_count{model="toy"}']) == 4
+
+
+def test_what_gateways_read_from_vllm_is_there_under_its_names():
+    engine = chatty_engine()
+    with serving({"toy": engine}) as url:
+        for _ in range(2):
+            httpx.post(f"{url}/v1/completions", json={"prompt": "a" * 33, "max_tokens": 2}).raise_for_status()
+        samples = dict(line.rsplit(" ", 1) for line in httpx.get(f"{url}/metrics").text.splitlines() if line[0] != "#")
+    asyncio.run(engine.aclose())
+    names = {name.partition("{")[0]: float(value) for name, value in samples.items() if name.startswith("vllm:")}
+    assert names == {
+        "vllm:num_requests_running": 0,
+        "vllm:num_requests_waiting": 0,
+        "vllm:kv_cache_usage_perc": 0,
+        "vllm:generation_tokens_total": 4,
+        "vllm:num_preemptions_total": 0,
+        "vllm:prefix_cache_queries_total": 66,
+        "vllm:prefix_cache_hits_total": 32,
+        "vllm:prompt_tokens_total": 66,
+    }
 
 
 def test_evictions_are_counted():

@@ -219,6 +219,7 @@ class EngineCore:
         """
         if self._tiering is not None:
             for sequence in self._tiering.poll(is_busy=self._scheduler.num_running > 0):
+                sequence.restored_s = self._clock()
                 self._scheduler.submit(sequence)
         if self._by_id:
             started_s = self._clock()

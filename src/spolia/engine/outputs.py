@@ -21,6 +21,7 @@ class Timings:
 
     Attributes:
         queue_s: from submission to the first step that computed something for it.
+        restore_s: from submission until it waited no more for KV from another tier, which is a part of `queue_s`.
         first_token_s: from submission to the first generated token.
         total_s: from submission to the end.
     """
@@ -28,6 +29,7 @@ class Timings:
     queue_s: float | None
     first_token_s: float | None
     total_s: float
+    restore_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

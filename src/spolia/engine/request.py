@@ -137,6 +137,7 @@ class Sequence:
         "prompt_logprobs",
         "request",
         "restored",
+        "restored_s",
         "stop_reason",
         "table_changed",
         "text",
@@ -172,6 +173,7 @@ class Sequence:
         self.num_restored_tokens: dict[str, int] = {}
         self.explanation: Explanation | None = None
         self.first_step_s: float | None = None
+        self.restored_s: float | None = None
         self.first_token_s: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -340,6 +342,7 @@ class Sequence:
                 queue_s=None if self.first_step_s is None else self.first_step_s - arrival_s,
                 first_token_s=None if self.first_token_s is None else self.first_token_s - arrival_s,
                 total_s=now_s - arrival_s,
+                restore_s=None if self.restored_s is None else self.restored_s - arrival_s,
             ),
             namespace=self.request.namespace,
             outcome=self.outcome,

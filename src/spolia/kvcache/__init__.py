@@ -16,7 +16,7 @@ from .namespace import namespace_key
 from .pins import Pin
 from .policies import POLICIES, RetentionPolicy, make_policy
 from .radix_tree import RadixNode
-from .stats import CacheStats
+from .stats import CacheStats, Durations
 from .view import CacheView, NodeView
 from .wishes import DEFAULT_PRIORITY, Outcome, Wish
 
@@ -32,6 +32,7 @@ __all__ = [
     "CacheStats",
     "CacheView",
     "Cleared",
+    "Durations",
     "Event",
     "EventBatch",
     "Eviction",

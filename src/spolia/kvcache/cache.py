@@ -22,7 +22,7 @@ from .pins import Pin, Pins
 from .policies import Lru, RetentionPolicy
 from .radix_tree import Cursor, RadixNode, RadixTree
 from .retention import Retention
-from .stats import CacheStats
+from .stats import CacheStats, Durations
 from .view import CacheView, NodeView
 from .wishes import Outcome, Wish, borders
 
@@ -151,7 +151,8 @@ class KVCache:
         path, hit = self._look_up(namespace, _as_ids(token_ids))
         if not resumed:
             self._retention.hit(path)
-        lease = self._hold(Beneficiary(label, namespace), path, hit, wishes)
+        gaps = None if resumed else self.stats.reuse_gaps
+        lease = self._hold(Beneficiary(label, namespace), path, hit, wishes, gaps)
         self._count(hit, resumed)
         return lease
 
@@ -164,7 +165,14 @@ class KVCache:
         path, hit = self._look_up(namespace, _as_ids(token_ids))
         return self._hold(Beneficiary("restore", namespace), path, hit, ())
 
-    def _hold(self, beneficiary: Beneficiary, path: list[RadixNode], hit: PrefixHit, wishes: Sequence[Wish]) -> Lease:
+    def _hold(
+        self,
+        beneficiary: Beneficiary,
+        path: list[RadixNode],
+        hit: PrefixHit,
+        wishes: Sequence[Wish],
+        gaps: Durations | None = None,
+    ) -> Lease:
         root = self._tree.open_root(beneficiary.namespace)
         node = path[-1] if path else root
         cursor = Cursor(node, hit.num_tokens)
@@ -183,7 +191,7 @@ class KVCache:
         lease = Lease(self, hit, cursor, tables, first_blocks, beneficiary=beneficiary, wishes=wishes)
         lease.num_shared_tokens = num_shared
         self._leases.add(lease)
-        self._retention.touch(path)
+        self._retention.touch(path, gaps)
         return lease
 
     def grow(self, lease: Lease, num_tokens: int) -> list[BlockCopy] | None:

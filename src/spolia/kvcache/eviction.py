@@ -65,9 +65,12 @@ class Evictor:
         now = self._retention.clock()
         reason = MissReason.EXPIRED if self._retention.has_expired(node, now) else MissReason.EVICTED
         self._retention.policy.evicted(node)
+        used, born = node.standing.used, node.standing.born
         num_tokens = self._tree.cut(node, end, Eviction(now, reason, policy, self._beneficiary))
         self._events.removed(node.namespace, node.branch, end, num_tokens, policy)
         self._stats.num_evicted_tokens += num_tokens
+        self._stats.evicted_idle_times.note(now - used, num_tokens)
+        self._stats.evicted_ages.note(now - (used if born is None else born), num_tokens)
         for group, num_free in enumerate(before):
             self._note_freed(group, num_free)
 

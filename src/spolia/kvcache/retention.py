@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .policies import Rank, RetentionPolicy
+from .stats import Durations
 from .wishes import DEFAULT_PRIORITY, Outcome, Wish
 
 if TYPE_CHECKING:
@@ -193,12 +194,21 @@ class Retention:
                 self.policy.hit(node)
                 self._follow(node, segment)
 
-    def touch(self, path: Iterable[RadixNode]) -> None:
-        """These nodes are used now."""
+    def touch(self, path: Iterable[RadixNode], gaps: Durations | None = None) -> None:
+        """These nodes are used now.
+
+        Args:
+            gaps: takes how long each had not been; None where it is no use that counts.
+        """
         now = self.clock()
         for node in path:
-            node.standing.used = now
-            node.standing.is_spent = False
+            standing = node.standing
+            if gaps is not None:
+                gaps.note(now - standing.used, node.end - node.start)
+            if standing.born is None:
+                standing.born = now
+            standing.used = now
+            standing.is_spent = False
             self._rank(node, now)
 
     def ended(self, path: Sequence[RadixNode], outcome: Outcome) -> None:

@@ -70,6 +70,7 @@ class Standing:
 
     Attributes:
         used: when, last.
+        born: when first; None: not yet.
         wish: what its users asked for, if anything; its range is of no meaning here.
         pins: ids of the pins that hold it.
         is_spent: nobody expects it back: the conversation was closed. Using it again ends that.
@@ -77,6 +78,7 @@ class Standing:
     """
 
     used: float = 0.0
+    born: float | None = None
     wish: Wish | None = None
     pins: frozenset[int] = frozenset()
     is_spent: bool = False
@@ -85,7 +87,7 @@ class Standing:
     mark: float = 0.0
 
     def copy(self) -> Standing:
-        return Standing(self.used, self.wish, self.pins, self.is_spent, self.segment, self.credit, self.mark)
+        return Standing(self.used, self.born, self.wish, self.pins, self.is_spent, self.segment, self.credit, self.mark)
 
 
 def borders(wishes: Sequence[Wish], length: int) -> list[int]:

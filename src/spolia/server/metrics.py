@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from spolia.engine import CacheStats, EngineStats, RequestOutput, TierState, TokenRange
+from spolia.engine import CacheStats, Durations, EngineStats, RequestOutput, TierState, TokenRange
 
 __all__ = ["Metrics", "ModelMetrics"]
 
@@ -33,6 +33,9 @@ class ModelMetrics:
         self._ttft_s = metrics.ttft_s.labels(model)
         self._request_s = metrics.request_s.labels(model)
         self._queue_s = metrics.queue_s.labels(model)
+        self._restore_s = metrics.restore_s.labels(model)
+        self._prefill_s = metrics.prefill_s.labels(model)
+        self._decode_s = metrics.decode_s.labels(model)
         self._prompt_tokens = metrics.prompt_tokens
         self._missed = metrics.missed_tokens
         self._finished = metrics.finished
@@ -49,12 +52,17 @@ class ModelMetrics:
         self._request_s.observe(timings.total_s)
         if timings.queue_s is not None:
             self._queue_s.observe(timings.queue_s)
+            if timings.first_token_s is not None:
+                self._prefill_s.observe(timings.first_token_s - timings.queue_s)
+        if timings.restore_s is not None:
+            self._restore_s.observe(timings.restore_s)
         for start, stop, source, reason in ranges:
             self._prompt_tokens.labels(self._model, source).inc(stop - start)
             if reason is not None:
                 self._missed.labels(self._model, reason.value).inc(stop - start)
         if timings.first_token_s is not None:
             self._ttft_s.observe(timings.first_token_s)
+            self._decode_s.observe(timings.total_s - timings.first_token_s)
         self._finished.labels(self._model, output.finish_reason).inc()
         if output.explanation is not None:
             self._reuse_ended.labels(self._model, output.explanation.reason.value).inc()
@@ -93,6 +101,14 @@ class _InterTokenHistogram(Collector):
         return [family]
 
 
+def _histogram(name: str, help_: str, by_model: Mapping[str, Durations]) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(name, help_, labels=["model"])
+    for model, durations in by_model.items():
+        bounds = [*map(str, durations.BOUNDS_S), "+Inf"]
+        family.add_metric([model], list(zip(bounds, accumulate(durations.counts), strict=True)), durations.sum_s)
+    return family
+
+
 class _CacheCollector(Collector):
     """Reads the caches' counters at the scrape. They only grow, so it does no harm if one is older than another."""
 
@@ -102,6 +118,12 @@ class _CacheCollector(Collector):
         "num_asked_tokens": ("spolia_prefix_cache_queries", "Prompt tokens that were looked up in the cache."),
         "num_reused_tokens": ("spolia_prefix_cache_hits", "Of those, tokens that were reused."),
         "num_copied_blocks": ("spolia_copied_blocks", "Blocks copied at the first write after a shared beginning."),
+    }
+
+    _HISTOGRAMS: ClassVar = {
+        "evicted_ages": ("spolia_kv_lifetime_seconds", "Of KV that was given up: since it was computed, by token."),
+        "evicted_idle_times": ("spolia_kv_idle_before_evict_seconds", "Of KV that was given up: since its last use."),
+        "reuse_gaps": ("spolia_kv_reuse_gap_seconds", "Of KV that was found: since its use before, by token."),
     }
 
     def __init__(self, caches: Callable[[], Mapping[str, CacheStats]]) -> None:
@@ -117,7 +139,11 @@ class _CacheCollector(Collector):
                 family.add_metric([model], getattr(stats, field))
             for reason, count in stats.num_missed_tokens.items():
                 missed.add_metric([model, reason.value], count)
-        return [*families.values(), missed]
+        histograms = [
+            _histogram(*named, {model: getattr(stats, field) for model, stats in self._caches().items()})
+            for field, named in self._HISTOGRAMS.items()
+        ]
+        return [*families.values(), missed, *histograms]
 
 
 class _EngineCollector(Collector):
@@ -127,6 +153,9 @@ class _EngineCollector(Collector):
         self._snapshots = snapshots
 
     def collect(self) -> Iterable[Metric]:
+        usage = GaugeMetricFamily(
+            "spolia_kv_usage_ratio", "Share of KV blocks that running requests hold.", labels=["model", "group"]
+        )
         blocks = GaugeMetricFamily("spolia_kv_blocks", "KV blocks by state.", labels=["model", "group", "state"])
         running = GaugeMetricFamily("spolia_requests_running", "Requests in the batch.", labels=["model"])
         waiting = GaugeMetricFamily("spolia_requests_waiting", "Requests not yet in the batch.", labels=["model"])
@@ -146,11 +175,12 @@ class _EngineCollector(Collector):
             running.add_metric([model], stats.num_running)
             waiting.add_metric([model], stats.num_waiting)
             for group, ledger in enumerate(stats.ledger):
+                usage.add_metric([model, str(group)], ledger.leased / ledger.total)
                 for state in ("free", "cached", "leased"):
                     blocks.add_metric([model, str(group), state], getattr(ledger, state))
             for field, counter in counters.items():
                 counter.add_metric([model], getattr(stats.counters, field))
-        return [blocks, running, waiting, *counters.values(), *self._tiers(snapshots)]
+        return [blocks, usage, running, waiting, *counters.values(), *self._tiers(snapshots)]
 
     def _tiers(self, snapshots: Mapping[str, EngineStats]) -> Iterable[Metric]:
         labels = ["model", "tier"]
@@ -178,6 +208,38 @@ class _EngineCollector(Collector):
         return [states, held, capacity, blocks, moved, failures]
 
 
+class _VllmNames(Collector):
+    """The few metrics that gateways and autoscalers read from vLLM, under its names, so that they find them here."""
+
+    def __init__(
+        self, snapshots: Callable[[], Mapping[str, EngineStats]], caches: Callable[[], Mapping[str, CacheStats]]
+    ) -> None:
+        self._snapshots = snapshots
+        self._caches = caches
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ["model_name"]
+        running = GaugeMetricFamily("vllm:num_requests_running", "Requests in the batch.", labels=labels)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests not yet in the batch.", labels=labels)
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", labels=labels)
+        generated = CounterMetricFamily("vllm:generation_tokens", "Tokens sampled.", labels=labels)
+        preempted = CounterMetricFamily("vllm:num_preemptions", "Sequences stopped to make room.", labels=labels)
+        asked = CounterMetricFamily("vllm:prefix_cache_queries", "Prompt tokens that were looked up.", labels=labels)
+        reused = CounterMetricFamily("vllm:prefix_cache_hits", "Of those, tokens that were reused.", labels=labels)
+        prompts = CounterMetricFamily("vllm:prompt_tokens", "Prompt tokens.", labels=labels)
+        for model, stats in self._snapshots().items():
+            running.add_metric([model], stats.num_running)
+            waiting.add_metric([model], stats.num_waiting)
+            usage.add_metric([model], max(ledger.leased / ledger.total for ledger in stats.ledger))
+            generated.add_metric([model], stats.counters.num_generated_tokens)
+            preempted.add_metric([model], stats.counters.num_preemptions)
+        for model, cache in self._caches().items():
+            asked.add_metric([model], cache.num_asked_tokens)
+            reused.add_metric([model], cache.num_reused_tokens)
+            prompts.add_metric([model], cache.num_asked_tokens)
+        return [running, waiting, usage, generated, preempted, asked, reused, prompts]
+
+
 class Metrics:
     """The app's instruments.
 
@@ -192,6 +254,7 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         registry.register(_EngineCollector(snapshots))
         registry.register(_CacheCollector(caches))
+        registry.register(_VllmNames(snapshots, caches))
         by_model = ["model"]
         self.ttft_s = Histogram(
             "spolia_time_to_first_token_seconds", "From submission to the first token.", by_model,
@@ -204,6 +267,17 @@ class Metrics:
         )
         self.queue_s = Histogram(
             "spolia_queue_seconds", "From submission to the first step.", by_model, registry=registry, buckets=_QUEUE_S
+        )
+        self.restore_s = Histogram(
+            "spolia_restore_seconds", "From submission until its KV had come from other tiers, or it waited no more.",
+            by_model, registry=registry, buckets=_QUEUE_S,
+        )  # fmt: skip
+        self.prefill_s = Histogram(
+            "spolia_prefill_seconds", "From the first step to the first token.", by_model,
+            registry=registry, buckets=_TTFT_S,
+        )  # fmt: skip
+        self.decode_s = Histogram(
+            "spolia_decode_seconds", "From the first token to the end.", by_model, registry=registry, buckets=_REQUEST_S
         )
         self.prompt_tokens = Counter(
             "spolia_prompt_tokens", "Prompt tokens by where their KV came from.", ["model", "source"], registry=registry
