@@ -17,7 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from .harness import chatty_engine, scripted_engine, serving
+from spolia.tiers import HostBackend, Tier, TierUse
+
+from .harness import chatty_engine, eventually, scripted_engine, serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 STORY = "Stones of an **older** house:\n\n```python\nprint('spolia')\n```\n\nare built into `new` ones."
@@ -46,7 +48,7 @@ def test_every_file_that_the_page_names_is_served(url):
         found = set(re.findall(r'from "\./([\w.]+)"', httpx.get(f"{url}/static/{scripts.pop()}").text)) - names
         names |= found
         scripts += found
-    assert {"main.js", "chat.js", "cache.js", "dom.js", "markdown.js", "style.css", "icon.svg"} == names
+    assert {"main.js", "chat.js", "cache.js", "charts.js", "dom.js", "markdown.js", "style.css", "icon.svg"} == names
     for name in names:
         reply = httpx.get(f"{url}/static/{name}")
         assert reply.status_code == 200
@@ -76,7 +78,27 @@ def test_live_data_shows_blocks_tree_and_requests():
     assert [(node["parent"], node["start"]) for node in others] == [(0, 13), (0, 13)]
     assert live["tokens"]["asked"] == 26 + 32
     assert live["tokens"]["reused"] == 13
+    assert live["tokens"]["by_source"] == {"computed": 26 + 32 - 13, "device": 13}
     assert [request["num_cached_tokens"] for request in live["recent"]] == [0, 13]
+    assert live["tiers"] == []
+
+
+def test_live_data_shows_tiers_and_what_came_from_them():
+    host = TierUse(Tier("host", HostBackend(1 << 20)), "write_through")
+    engine = chatty_engine(num_blocks=10, max_context=120, tiers=[host])
+    with serving({"toy": engine}) as url:
+        for prompt in ("a" * 100, "b" * 100):
+            httpx.post(f"{url}/v1/completions", json={"prompt": prompt, "max_tokens": 2}).raise_for_status()
+            written = lambda: httpx.get(f"{url}/v1/cache/live").json()["tiers"][0]["num_bytes"] > 0  # noqa: E731
+            eventually(written)
+        httpx.post(f"{url}/v1/completions", json={"prompt": "a" * 100, "max_tokens": 2}).raise_for_status()
+        live = httpx.get(f"{url}/v1/cache/live").json()
+    asyncio.run(engine.aclose())
+    (tier,) = live["tiers"]
+    assert (tier["name"], tier["state"], tier["capacity_bytes"]) == ("host", "up", 1 << 20)
+    assert tier["num_hits"] > 0
+    assert live["tokens"]["by_source"]["host"] > 0
+    assert live["recent"][-1]["restore_s"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +198,37 @@ def test_the_cache_is_shown_while_it_works_in_light_and_dark(page):
     picture(page, "chat-dark")
 
 
+def test_rates_sizes_tiers_and_evictions_are_shown_in_pictures_and_in_words(page):
+    for question in ("hello", "hello", "more"):
+        say(page, question)
+    page.click("#show-cache")
+    page.wait_for_selector("#curve polyline", state="attached")
+    assert "times the size" in page.locator("#curve svg").get_attribute("aria-label")
+    assert page.locator("#curve-advice").inner_text().startswith("With ")
+    assert "cached" in page.locator("#sources").inner_text()
+    assert page.locator("#rate circle").count() >= 3
+    assert "--kv-disk" in page.locator("#tiers").inner_text()
+    page.wait_for_selector("#evictions polyline", state="attached")
+    assert page.locator("#evictions svg").get_attribute("aria-label") == "0 blocks are evicted a second now"
+    assert page.locator("#timeline-legend").inner_text().split("\n")[0].startswith("restored from a tier")
+    page.set_viewport_size({"width": 1180, "height": 1560})
+    page.wait_for_timeout(1100)
+    picture(page, "cache-whole")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_to_complain_of(browser, url, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python").Axe()
+    for page in opened(browser, url, color_scheme=scheme):
+        say(page, "a story")
+        page.click("#settings summary")
+        for view in ("chat", "cache"):
+            page.click(f"#show-{view}")
+            page.wait_for_timeout(400)
+            found = axe.run(page).response["violations"]
+            assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == []
+
+
 def test_the_page_works_with_the_keyboard_alone(page):
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
@@ -197,4 +250,7 @@ def test_nothing_is_cut_off_on_a_phone(browser, url):
             page.click(f"#show-{view}")
             page.wait_for_timeout(400)
             assert page.evaluate("document.documentElement.scrollWidth") <= 390
+            if view == "cache":
+                page.set_viewport_size({"width": 390, "height": 2400})
+                page.wait_for_timeout(1100)
             picture(page, f"{view}-phone")

@@ -263,6 +263,7 @@ class Answer:
             **self._decisions(output),
             "seed": output.seed,
             "timings": {
+                "restore_s": timings.restore_s,
                 "queue_s": timings.queue_s,
                 "first_token_s": timings.first_token_s,
                 "total_s": timings.total_s,
@@ -316,6 +317,7 @@ class Answer:
             {
                 "request": output.request_id,
                 "ended": time.time(),
+                "restore_s": timings.restore_s,
                 "queue_s": timings.queue_s,
                 "first_token_s": timings.first_token_s,
                 "total_s": timings.total_s,

@@ -7,6 +7,7 @@ snapshot a model, so that gauges of one scrape agree (free + cached + leased is 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import ClassVar
@@ -26,7 +27,11 @@ _QUEUE_S = (0.001, 0.005, 0.025, 0.1, 0.5, 1, 5, 10, 30, 60)
 
 
 class ModelMetrics:
-    """One model's instruments, their labels bound once so that a token costs one observation."""
+    """One model's instruments, their labels bound once so that a token costs one observation.
+
+    Attributes:
+        num_tokens_by_source: prompt tokens of all requests that have ended, by where their KV came from.
+    """
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._inter_token_s = metrics.inter_token_s.of_model(model)
@@ -41,6 +46,7 @@ class ModelMetrics:
         self._finished = metrics.finished
         self._reuse_ended = metrics.reuse_ended
         self._model = model
+        self.num_tokens_by_source: Counts[str] = Counts()
 
     def observe_gap(self, seconds: float, num_tokens: int) -> None:
         """`num_tokens` arrived together, `seconds` after the ones before: each waited its share."""
@@ -58,6 +64,7 @@ class ModelMetrics:
             self._restore_s.observe(timings.restore_s)
         for start, stop, source, reason in ranges:
             self._prompt_tokens.labels(self._model, source).inc(stop - start)
+            self.num_tokens_by_source[source] += stop - start
             if reason is not None:
                 self._missed.labels(self._model, reason.value).inc(stop - start)
         if timings.first_token_s is not None:

@@ -97,8 +97,21 @@ def _shown(served: ServedModel, view: CacheView, stats: CacheStats, running: Seq
             "reused": stats.num_reused_tokens,
             "missed": {reason.value: count for reason, count in stats.num_missed_tokens.items() if count},
             "generated": snapshot.counters.num_generated_tokens,
+            "by_source": dict(served.metrics.num_tokens_by_source),
         },
         "evicted_blocks": stats.num_evicted_blocks,
+        "tiers": [
+            {
+                "name": tier.name,
+                "state": tier.state.value,
+                "num_bytes": tier.health.num_bytes,
+                "capacity_bytes": tier.health.capacity_bytes,
+                "num_hits": tier.num_hits,
+                "num_misses": tier.num_misses,
+                "num_failures": tier.num_failures,
+            }
+            for tier in snapshot.tiers
+        ],
         "running": snapshot.num_running,
         "waiting": max(0, served.num_waiting),
         "lanes": [

@@ -1,8 +1,11 @@
 // The cache while it works: figures, blocks, tree, rates, requests. Redrawn each second from /v1/cache/live.
 import { ask, byId, colour, element, percent, styled, svg, whole } from "./dom.js";
+import { dots, lines, rows } from "./charts.js";
 
+const CURVE_INTERVAL_S = 5; // it is the work of ghosts beside the cache, and moves slowly
 let timer = null;
-let history = []; // [{at, asked, reused, generated}] of the last two minutes
+let curveAt = -CURVE_INTERVAL_S;
+let history = []; // [{at, model, generated, evicted}] of the last two minutes
 
 export function startCache() {
   if (timer === null) { timer = setInterval(refresh, 1000); refresh(); }
@@ -24,9 +27,13 @@ async function refresh() {
     drawFigures(live);
     drawBlocks(live.groups);
     drawTree(live.tree);
-    drawRate();
+    drawRate(live.recent);
+    drawSources(live.tokens);
     drawMisses(live.tokens);
+    drawEvictions();
+    drawTiers(live.tiers);
     drawTimeline(live);
+    await refreshCurve(live.model);
   } catch (error) {
     trouble.hidden = false;
     trouble.textContent = error.message;
@@ -36,7 +43,7 @@ async function refresh() {
 function note(live) {
   const at = Date.now() / 1000;
   if (history.length && history[0].model !== live.model) history = [];
-  history.push({ at, model: live.model, asked: live.tokens.asked, reused: live.tokens.reused, generated: live.tokens.generated });
+  history.push({ at, model: live.model, generated: live.tokens.generated, evicted: live.evicted_blocks });
   history = history.filter((sample) => at - sample.at < 120);
 }
 
@@ -127,7 +134,8 @@ function drawTree({ nodes, num_nodes: numNodes }) {
     if (node.num_leases) group.append(svg("rect", { x, y: (top + tall) * row - 5, width: wide, height: 3, fill: "var(--leased)" }));
     if (wide > 34) {
       const label = svg("text", { x: x + 4, y: top * row + 11 });
-      label.textContent = node.text.replace(/\s+/g, " ").slice(0, Math.floor((wide - 6) / 6.2));
+      const hits = wide > 90 && node.num_hits ? ` · ${node.num_hits}×` : "";
+      label.textContent = node.text.replace(/\s+/g, " ").slice(0, Math.floor((wide - 6) / 6.2) - hits.length) + hits;
       group.append(label);
     }
     picture.append(group);
@@ -140,43 +148,74 @@ function drawTree({ nodes, num_nodes: numNodes }) {
   holder.replaceChildren(nodes.length ? picture : element("p", { class: "hint" }, "Nothing is cached yet: ask something."));
 }
 
-function drawRate() {
-  const holder = byId("rate"), width = Math.max(260, holder.clientWidth), height = 110, now = history.at(-1).at;
+const ago = (sample) => sample.at - history.at(-1).at; // seconds, below 0
+
+function drawRate(recent) {
+  const points = recent.map((each) => [each.ended - Date.now() / 1000, each.num_cached_tokens / each.num_prompt_tokens]).filter(([at]) => at > -120);
+  const words = points.length ? `Hit rate of the last prompt ${percent(points.at(-1)[1])}` : "No prompts in the last two minutes";
+  dots(byId("rate"), points, { from: -120, to: 0, top: 1, mark: percent, words, note: points.length ? "now" : "no prompts lately" });
+}
+
+function drawEvictions() {
   const points = [];
   for (let index = 1; index < history.length; index += 1) {
-    const asked = history[index].asked - history[index - 1].asked;
-    if (asked > 0) points.push([width * (1 - (now - history[index].at) / 120), (history[index].reused - history[index - 1].reused) / asked]);
+    const seconds = history[index].at - history[index - 1].at;
+    points.push([ago(history[index]), (history[index].evicted - history[index - 1].evicted) / seconds]);
   }
-  const picture = svg("svg", { width, height: height + 16, role: "img" });
-  picture.setAttribute("aria-label", points.length ? `Hit rate now ${percent(points.at(-1)[1])}` : "No prompts in the last two minutes");
-  for (const share of [0, 0.5, 1]) {
-    const y = 6 + (height - 6) * (1 - share);
-    picture.append(svg("line", { x1: 34, x2: width, y1: y, y2: y, stroke: "var(--line)" }));
-    const label = svg("text", { x: 0, y: y + 4, class: "axis" });
-    label.textContent = percent(share).replace(".0", "");
-    picture.append(label);
-  }
-  for (const [x, share] of points) picture.append(svg("circle", { cx: Math.max(38, x), cy: 6 + (height - 6) * (1 - share), r: 4, fill: "var(--cached)" }));
-  const label = svg("text", { x: width, y: height + 14, class: "axis", "text-anchor": "end" });
-  label.textContent = points.length ? "now" : "no prompts lately";
-  picture.append(label);
-  holder.replaceChildren(picture);
+  const now = points.length ? points.at(-1)[1] : 0, top = Math.max(1, ...points.map(([, count]) => count));
+  lines(byId("evictions"), points, { from: -120, to: 0, top, mark: whole, words: `${whole(now)} blocks are evicted a second now`, note: "now" });
+}
+
+const SOURCES = { shared: ["k-shared", "in use by another"], device: ["k-device", "cached"], computed: ["k-computed", "computed"] };
+
+function drawSources({ by_source: bySource }) {
+  const total = Object.values(bySource).reduce((sum, count) => sum + count, 0);
+  const entries = Object.entries(bySource).sort((one, other) => other[1] - one[1]);
+  rows(byId("sources"), "Prompt tokens by where their KV came from", entries.map(([source, count]) => {
+    const [kind, words] = SOURCES[source] ?? ["k-tier", `from ${source}`];
+    return { words, share: count / total, kind, figures: [whole(count), percent(count / total)] };
+  }));
 }
 
 function drawMisses({ missed }) {
   const entries = Object.entries(missed).sort((one, other) => other[1] - one[1]);
   const most = Math.max(1, ...entries.map(([, count]) => count));
-  const rows = entries.map(([reason, count]) => element("tr", {},
-    element("th", { scope: "row" }, reason === "full" ? "last token, always" : reason.replaceAll("_", " ")),
-    element("td", { class: "grow" }, element("div", { class: "bar" }, styled(element("span", { class: "k-computed" }), { width: `${(100 * count) / most}%` }))),
-    element("td", { class: "figure" }, whole(count))));
-  byId("misses").replaceChildren(entries.length
-    ? element("table", {}, element("caption", { class: "hidden-visually" }, "Prompt tokens that were computed, by reason"), element("tbody", {}, ...rows))
-    : element("p", { class: "hint" }, "No prompt yet."));
+  rows(byId("misses"), "Prompt tokens that were computed, by reason", entries.map(([reason, count]) => (
+    { words: reason === "full" ? "last token, always" : reason.replaceAll("_", " "), share: count / most, kind: "k-computed", figures: [whole(count)] })));
+}
+
+function drawTiers(tiers) {
+  if (!tiers.length) { byId("tiers").replaceChildren(element("p", { class: "hint" }, "None: KV is in memory only. --kv-disk, --kv-host and --kv-remote add some.")); return; }
+  rows(byId("tiers"), "Tiers: how full they are, and how many blocks were found there", tiers.map((tier) => ({
+    words: tier.state === "up" ? tier.name : `${tier.name}, ${tier.state}`,
+    share: tier.capacity_bytes ? (tier.num_bytes ?? 0) / tier.capacity_bytes : 0,
+    kind: "k-tier",
+    figures: [bytes(tier.num_bytes), `${whole(tier.num_hits)} of ${whole(tier.num_hits + tier.num_misses)} found`],
+  })));
+}
+
+async function refreshCurve(model) {
+  const now = Date.now() / 1000;
+  if (now - curveAt < CURVE_INTERVAL_S) return;
+  curveAt = now;
+  const { points, advice } = await (await ask(`/v1/cache/curve?model=${encodeURIComponent(model)}`)).json();
+  const places = points.map((point) => [Math.log2(point.factor), point.hit_rate]);
+  lines(byId("curve"), places, {
+    from: Math.min(-2, ...places.map(([at]) => at)), to: Math.max(3, ...places.map(([at]) => at)), top: 1, mark: percent, hasDots: true,
+    words: points.length ? points.map((point) => `${percent(point.hit_rate)} at ${point.factor} times the size`).join(", ") : "No requests yet",
+    ticks: points.map((point) => [Math.log2(point.factor), point.factor === 1 ? "now" : `×${point.factor}`]),
+  });
+  byId("curve-advice").textContent = advice[0].toUpperCase() + advice.slice(1) + ".";
+}
+
+function bytes(count) {
+  if (count === null) return "–";
+  const power = count < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(count) / 10));
+  return `${(count / 1024 ** power).toFixed(power ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
 }
 
 function drawTimeline({ recent, lanes }) {
-  legend("timeline-legend", [["--free", "queued"], ["--cached", "prompt"], ["--leased", "answer"]]);
+  legend("timeline-legend", [["--lifted", "restored from a tier"], ["--queued", "queued"], ["--cached", "prompt"], ["--leased", "answer"]]);
   const now = Date.now() / 1000, span = 60, holder = byId("timeline"), width = Math.max(320, holder.clientWidth - 20);
   const shown = recent.filter((each) => now - each.ended < span).slice(-24).reverse();
   const left = width < 500 ? 96 : 190, row = 18, at = (time) => left + (width - left) * Math.max(0, 1 - (now - time) / span);
@@ -190,13 +229,13 @@ function drawTimeline({ recent, lanes }) {
     y += row;
   }
   for (const each of shown) {
-    const began = each.ended - each.total_s;
+    const began = each.ended - each.total_s, restored = began + (each.restore_s ?? 0);
     const started = began + (each.queue_s ?? each.total_s), spoke = began + (each.first_token_s ?? each.total_s);
     const words = `${each.num_prompt_tokens} in, ${each.num_cached_tokens} reused, ${each.num_output_tokens} out, ${each.finish}, ${Math.round(1000 * each.total_s)} ms`;
     const group = svg("g", { role: "listitem", "aria-label": words }, svg("title"), label(width < 500 ? `${each.num_prompt_tokens} → ${each.num_output_tokens}` : `${each.num_prompt_tokens} in, ${each.num_cached_tokens} reused, ${each.num_output_tokens} out`));
     group.querySelector("title").textContent = words;
-    for (const [from, to, fill] of [[began, started, "--free"], [started, spoke, "--cached"], [spoke, each.ended, "--leased"]]) {
-      group.append(svg("rect", { x: at(from), y: y + 2, width: Math.max(0.8, at(to) - at(from)), height: row - 5, fill: `var(${fill})` }));
+    for (const [from, to, fill] of [[began, restored, "--lifted"], [restored, started, "--queued"], [started, spoke, "--cached"], [spoke, each.ended, "--leased"]]) {
+      if (to > from) group.append(svg("rect", { x: at(from), y: y + 2, width: Math.max(0.8, at(to) - at(from)), height: row - 5, fill: `var(${fill})` }));
     }
     picture.append(group);
     y += row;
