@@ -58,6 +58,7 @@ class ToyExecutable:
 
     vocab_size = VOCAB_SIZE
     hidden_size = 8
+    packed_bytes = 1000
     num_threads = 1
 
     def __init__(self, windows: Sequence[int | None] = (None,)) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from engine.toy import EOS, VOCAB_SIZE, ByteTokenizer, ToyExecutable, toy_engine
 from spolia.engine import AsyncEngine, RequestOutput, StepStats
 from spolia.errors import InvalidRequest
 from spolia.models.tokenizer import SpecialTokens
-from spolia.server import ServerConfig, create_app, listen
+from spolia.server import ModelSource, ServerConfig, create_app, listen
 
 __all__ = ["ChattyToy", "Pace", "chatty_engine", "eventually", "metric", "scripted_engine", "serving"]
 
@@ -128,12 +129,15 @@ def chatty_engine(model: ChattyToy | None = None, **settings: Any) -> AsyncEngin
 
 @contextmanager
 def serving(
-    engines: Mapping[str, AsyncEngine | Future[AsyncEngine]], config: ServerConfig | None = None
+    engines: Mapping[str, AsyncEngine | Future[AsyncEngine] | ModelSource],
+    config: ServerConfig | None = None,
+    *,
+    library: Callable[[], Mapping[str, ModelSource]] = dict,
 ) -> Iterator[str]:
-    """The URL of a server in a thread; the engines stay the caller's."""
+    """The URL of a server in a thread; engines stay the caller's, but for those that were loaded from a source."""
     config = config or ServerConfig(port=0)
     listener = listen(replace(config, port=0))
-    app = create_app(engines, config)
+    app = create_app(engines, config, library=library)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -143,6 +147,9 @@ def serving(
     finally:
         server.should_exit = True
         thread.join()
+        for served in app.state.models.all():
+            if served.source is not None and served.state == "ready":
+                asyncio.run(served.engine.aclose())
 
 
 def eventually(holds: Callable[[], bool], *, timeout_s: float = 20) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,7 +117,9 @@ def test_each_request_is_one_line_of_log(process):
 
 def test_the_address_answers_before_the_model_is_loaded(smollm2_path):
     with server_process(smollm2_path, "--kv-memory", "64MiB") as process:
-        first = httpx.get(f"{process.url}/health")  # loading takes a while, but need not take longer than this
+        first = httpx.get(
+            f"{process.url}/health", timeout=60
+        )  # loading takes a while, but need not take longer than this
         assert (first.status_code, "loading" in first.text) in ((503, True), (200, False))
         process.await_ready()
         assert httpx.get(f"{process.url}/health").status_code == 200
@@ -144,6 +149,30 @@ def test_several_models_are_served_by_name(smollm2_path: Path, tmp_path: Path):
             body = {"model": name, "prompt": "Hi", "max_tokens": 2}
             assert httpx.post(process.url + COMPLETIONS, json=body, timeout=60).json()["model"] == name
         assert httpx.post(process.url + COMPLETIONS, json={"prompt": "Hi"}).status_code == 404
+        shown = subprocess.run(
+            [sys.executable, "-m", "spolia", "ps", "--url", process.url], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        assert re.fullmatch(rf"{names[0]} +ready +\d+ MB +34 MB +0 +until its memory is wanted", shown[1])
+        assert re.fullmatch(r"twin +ready +.*", shown[2])
+
+
+def test_without_a_name_the_models_that_are_here_are_loaded_by_their_first_request(smollm2_path: Path):
+    process = ServerProcess("--kv-memory", "32MiB", "--threads", "1", "--keep-alive", "0")
+    try:
+        listed = {card["id"]: card["status"] for card in httpx.get(f"{process.url}/v1/models").json()["data"]}
+        assert listed["smollm2"] == "unloaded"
+        body = {"model": "smollm2", "prompt": "Hi", "max_tokens": 2}
+        assert httpx.post(process.url + COMPLETIONS, json=body, timeout=60).json()["model"] == "smollm2"
+        eventually(lambda: process.find("unloaded model=smollm2") is not None, timeout_s=60)
+    finally:
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+
+
+def test_a_pin_that_no_model_has_is_one_line_and_status_2(smollm2_path: Path):
+    process = ServerProcess(str(smollm2_path), "--pin", "other")
+    assert process.wait() == 2
+    assert "--pin other: the models are called" in process.log[-1]
 
 
 @pytest.mark.parametrize(

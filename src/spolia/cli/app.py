@@ -119,15 +119,37 @@ def root(
 @app.command(cls=ConfiguredCommand)
 def serve(
     models: Annotated[
-        list[str],
-        typer.Argument(metavar="MODEL...", help="Names that `spolia models` lists, paths, or hf:owner/repo[/file]."),
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            help="Names that `spolia models` lists, paths, or hf:owner/repo[/file]. They are loaded in this order "
+            "while there is room, and else by their first request. Default: all that are here, by their first request.",
+        ),
+    ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1, this machine only.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Default: 8000; 0 takes a free one.")] = None,
     name: Annotated[
         str | None, typer.Option(help="What clients call the model. Default: MODEL, or its file's name.")
+    ] = None,
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=parse_size,
+            help="Memory for all models, weights and KV, like 8GiB. Default: what is available.",
+        ),
+    ] = None,
+    keep_alive: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DURATION",
+            help="Unload a model after so long without a request, like 5m. Default: when another needs its memory.",
+        ),
+    ] = None,
+    pin: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Never unload this model; may be repeated.")
     ] = None,
     max_waiting: Annotated[
         int | None, typer.Option(help="Requests that may queue; the next is answered 429. Default: 1024.")
@@ -212,8 +234,18 @@ def serve(
         "request_timeout_s": request_timeout,
         "kv_events": kv_events,
         "kv_events_replay": kv_events_replay,
+        "memory_bytes": memory,
     }
-    run(models, name=name, engine=engine, server=server, log_format=log_format, record=record)
+    run(
+        models or [],
+        name=name,
+        engine=engine,
+        server=server,
+        log_format=log_format,
+        record=record,
+        pinned=pin or [],
+        keep_alive=keep_alive,
+    )
 
 
 @app.command(cls=ConfiguredCommand)
@@ -363,6 +395,19 @@ def top(
     from spolia.cli.top import run
 
     run(url, model=model, key=key, interval_s=interval, once=once)
+
+
+@app.command()
+def ps(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    key: Annotated[
+        str | None, typer.Option(envvar="SPOLIA_API_KEY", help="An API key, if the server wants one.")
+    ] = None,
+) -> None:
+    """Show a server's models: which are in memory, how much they take there, and until when they stay."""
+    from spolia.cli.ps import run
+
+    run(url, key=key)
 
 
 @app.command()

@@ -36,6 +36,8 @@ _FIELDS = {
     "processor": "processors",
     "max_body": "max_body_bytes",
     "request_timeout": "request_timeout_s",
+    "memory": "memory_bytes",
+    "keep_alive": "keep_alive_s",
 }
 
 

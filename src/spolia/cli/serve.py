@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 from spolia.cli.flags import EngineFlags
 from spolia.cli.models import fetch
 from spolia.cli.recording import Recording
-from spolia.engine import AsyncEngine
+from spolia.engine import AsyncEngine, EngineConfig
 from spolia.errors import InvalidRequest, SpoliaError
-from spolia.server import ServerConfig, listen, log_fields, read_keys, set_up_logging
+from spolia.models import list_models
+from spolia.server import ServerConfig, listen, log_fields, parse_duration, read_keys, set_up_logging
 
 __all__ = ["run"]
 
@@ -29,11 +31,16 @@ def run(
     server: Mapping[str, Any],
     log_format: str | None,
     record: Path | None = None,
+    pinned: Sequence[str] = (),
+    keep_alive: str | None = None,
 ) -> None:
     """Serve until a signal; see `spolia.server.serve`.
 
     Args:
+        sources: loaded at the start as far as there is room; none: those on this machine, each by its first request.
         server: fields of `ServerConfig`; None for what was not given.
+        pinned: of the names, those that stay in memory.
+        keep_alive: how long the others stay without a request, as `parse_duration` reads it.
 
     Raises:
         ModelError: the model cannot be had or read.
@@ -44,15 +51,24 @@ def run(
         raise InvalidRequest("--name is for one model; each of several goes by its own", param="name")
     if len(sources) > 1 and record is not None:
         raise InvalidRequest("--record is for one model; serve each from a process of its own", param="record")
+    if not sources and name is not None:
+        raise InvalidRequest("--name is for one model; name it", param="name")
     names = [name or _name(source) for source in sources]
     if len(set(names)) < len(names):
         raise InvalidRequest(f"the models are called {', '.join(names)}; each needs a name of its own", param="model")
+    if unknown := sorted(set(pinned) - set(names)):
+        raise InvalidRequest(
+            f"--pin {unknown[0]}: the models are called {', '.join(names) or '(none given)'}", param="pin"
+        )
     if log_format not in (None, "text", "json"):
         raise InvalidRequest(f"log_format is {log_format!r}; it must be text or json", param="log_format")
     set_up_logging("json" if log_format == "json" else "text")
     config = engine.config()
+    given = {key: value for key, value in server.items() if value is not None}
     try:
-        settings = ServerConfig(**{key: value for key, value in server.items() if value is not None})
+        if keep_alive is not None:
+            given["keep_alive_s"] = parse_duration(keep_alive)
+        settings = ServerConfig(**given)
         if settings.keys is not None:
             read_keys(settings.keys)  # what is wrong with it is told before anything takes time
     except SpoliaError:
@@ -73,25 +89,51 @@ def run(
     log_fields(
         logging.getLogger("spolia.server"),
         "listening",
-        {"model": ",".join(names), "url": f"{scheme}://{shown}:{port}/v1"},
+        {"model": ",".join(names) or "those that are here", "url": f"{scheme}://{shown}:{port}/v1"},
     )
     # Loading begins before the web framework is imported: each takes about half a second of start-up.
-    loading = _in_background([partial(_load, source, config, recording) for source in sources])
+    first = _in_background(partial(_load, sources[0], config, recording, None)) if sources else None
 
-    from spolia.server import serve
+    from spolia.server import ModelSource, serve
 
-    serve(dict(zip(names, loading, strict=True)), settings, listener)
+    def source_of(source: str, called: str, loading: Future[AsyncEngine] | None = None) -> ModelSource:
+        return ModelSource(
+            load=partial(_load, source, config, recording),
+            size_bytes=partial(_size_bytes, source, config),
+            is_pinned=called in pinned,
+            loading=loading,
+        )
+
+    def library() -> dict[str, ModelSource]:
+        if sources:
+            return {}
+        return {each.name: source_of(each.name, each.name) for each in list_models() if each.path is not None}
+
+    models = {
+        called: source_of(source, called, first if index == 0 else None)
+        for index, (source, called) in enumerate(zip(sources, names, strict=True))
+    }
+    is_at_rest = serve(models, settings, listener, library=library)
     if recording is not None:
         recording.close()
-    if not all(future.done() for future in loading):
+    if not is_at_rest:
         # Asked to end while the model loads: a thread in native code must not come back to a dying interpreter.
         logging.shutdown()
         os._exit(0)
 
 
-def _load(source: str, config: Any, recording: Recording | None) -> AsyncEngine:
+def _load(source: str, config: EngineConfig, recording: Recording | None, kv_bytes: int | None) -> AsyncEngine:
     fetch(source)
+    if kv_bytes is not None and config.kv_memory is None:
+        config = replace(config, kv_memory=kv_bytes)
     return AsyncEngine(source, config, observer=recording)
+
+
+def _size_bytes(source: str, config: EngineConfig) -> int:
+    """What it takes in memory at least; packed weights are about as large as those in the file."""
+    path = fetch(source)
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files) + (config.kv_memory or 0)
 
 
 def _name(source: str) -> str:
@@ -100,19 +142,15 @@ def _name(source: str) -> str:
     return path.name.removesuffix(".gguf") if path.exists() else source
 
 
-def _in_background(builds: Sequence[Callable[[], AsyncEngine]]) -> list[Future[AsyncEngine]]:
-    """What each of `builds` returns or raises, on a thread that does not keep the process alive.
-
-    One after the other: each engine takes its share of the memory that the ones before it have left.
-    """
-    futures: list[Future[AsyncEngine]] = [Future() for _ in builds]
+def _in_background(build: Callable[[], AsyncEngine]) -> Future[AsyncEngine]:
+    """What `build` returns or raises, on a thread that does not keep the process alive."""
+    future: Future[AsyncEngine] = Future()
 
     def run() -> None:
-        for build, future in zip(builds, futures, strict=True):
-            try:
-                future.set_result(build())
-            except BaseException as error:
-                future.set_exception(error)
+        try:
+            future.set_result(build())
+        except BaseException as error:
+            future.set_exception(error)
 
     threading.Thread(target=run, name="spolia-load", daemon=True).start()
-    return futures
+    return future

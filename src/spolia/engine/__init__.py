@@ -22,6 +22,7 @@ from spolia.engine.embedding import Embedding, Pooling
 from spolia.engine.fairness import Tenant
 from spolia.engine.inspection import LaneView, lanes
 from spolia.engine.llm import LLM
+from spolia.engine.memory import KV_SHARE, available_bytes
 from spolia.engine.news import CacheNews
 from spolia.engine.outputs import BeamOutput, Counters, Delta, EngineStats, FinishReason, RequestOutput, Timings
 from spolia.engine.request import Request, Sequence
@@ -54,6 +55,7 @@ from spolia.tiers import TierState, TierStats
 
 __all__ = [
     "DEFAULT_PRIORITY",
+    "KV_SHARE",
     "LLM",
     "Admission",
     "AsyncEngine",
@@ -109,6 +111,7 @@ __all__ = [
     "TokenStream",
     "UnknownSession",
     "Wish",
+    "available_bytes",
     "build_engine",
     "lanes",
     "load",

@@ -77,6 +77,11 @@ class AsyncEngine:
         return self._engine.model
 
     @property
+    def weights_bytes(self) -> int:
+        """Memory that the weights take, as they are packed."""
+        return self._engine.core.executable.packed_bytes
+
+    @property
     def hidden_size(self) -> int:
         """Values of a vector that `embed` makes."""
         return self._engine.core.executable.hidden_size

@@ -227,6 +227,13 @@ class SessionStore:
             )
             session.saved = self._files.save(kept)
 
+    def adopt(self, other: SessionStore) -> None:
+        """Go on with the sessions of a store whose engine has ended, but for those that `files` has brought already."""
+        with self._lock:
+            for session in other._open.values():
+                session.on_change = self._save
+                self._open.setdefault(session.id, session)
+
     def open(self, cache_salt: str, *, ttl_s: float | None = None) -> Session:
         """A new, empty one.
 

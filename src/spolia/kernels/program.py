@@ -416,6 +416,10 @@ class Executable(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def packed_bytes(self) -> int:
+        """Memory that the weights take."""
+
+    @property
     def hidden_size(self) -> int:
         """Columns of what the head reads."""
 

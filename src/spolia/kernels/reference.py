@@ -148,6 +148,10 @@ class ReferenceExecutable:
         return self._program.vocab_size
 
     @property
+    def packed_bytes(self) -> int:
+        return sum(values.nbytes for values in self._shared.values())
+
+    @property
     def hidden_size(self) -> int:
         (head,) = (op for op in self._program.ops if isinstance(op, Logits))
         return head.x.width

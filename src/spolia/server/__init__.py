@@ -14,17 +14,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from spolia.server.config import ServerConfig
+from spolia.server.durations import parse_duration
 from spolia.server.listener import listen
 from spolia.server.logs import log_fields, set_up_logging
 
 if TYPE_CHECKING:
     from spolia.server.access.keys import read_keys
     from spolia.server.app import create_app
+    from spolia.server.served import ModelSource
     from spolia.server.serving import serve
 
-__all__ = ["ServerConfig", "create_app", "listen", "log_fields", "read_keys", "serve", "set_up_logging"]
+__all__ = [
+    "ModelSource",
+    "ServerConfig",
+    "create_app",
+    "listen",
+    "log_fields",
+    "parse_duration",
+    "read_keys",
+    "serve",
+    "set_up_logging",
+]
 
-_HOMES = {"create_app": "app", "read_keys": "access.keys", "serve": "serving"}
+_HOMES = {"ModelSource": "served", "create_app": "app", "read_keys": "access.keys", "serve": "serving"}
 
 
 def __getattr__(name: str) -> Any:

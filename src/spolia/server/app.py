@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -32,28 +32,40 @@ from spolia.server.responses import ResponsesEndpoints
 from spolia.server.resuming import ResumableStreams
 from spolia.server.routes import Route
 from spolia.server.schema import ChatRequest, CompletionRequest
-from spolia.server.served import ServedModels
+from spolia.server.served import HoldsModels, ModelSource, ServedModels
 from spolia.server.sessions import SessionEndpoints
+from spolia.server.shelf import Shelf
 from spolia.server.status import StatusEndpoints
 from spolia.server.tokenize import TokenizeEndpoints
 
 __all__ = ["create_app"]
 
 
-def create_app(engines: Mapping[str, AsyncEngine | Future[AsyncEngine]], config: ServerConfig | None = None) -> FastAPI:
+def create_app(
+    engines: Mapping[str, AsyncEngine | Future[AsyncEngine] | ModelSource],
+    config: ServerConfig | None = None,
+    *,
+    library: Callable[[], Mapping[str, ModelSource]] = dict,
+) -> FastAPI:
     """The app that serves `engines`, by the names that clients use.
 
-    The app does not own the engines: whoever made them closes them.
+    The app does not own engines that it was given: whoever made them closes them.
 
     Args:
-        engines: loaded, or about to be: requests for a model that is still loading are answered 503.
+        engines: loaded; or about to be, and until then requests are answered 503; or to be had from a source when a
+            request wants them.
+        library: further models that requests may want.
 
     Raises:
         InvalidRequest: the key file cannot be read, or what it says is not allowed.
     """
     config = config or ServerConfig()
-    promises = {name: _promise(engine) for name, engine in engines.items()}
-    models = ServedModels(promises, request_timeout_s=config.request_timeout_s)
+    models = ServedModels(
+        {name: _promise(engine) for name, engine in engines.items()},
+        request_timeout_s=config.request_timeout_s,
+        shelf=Shelf(memory_bytes=config.memory_bytes, keep_alive_s=config.keep_alive_s, wait_s=config.load_wait_s),
+        library=library,
+    )
     streams = ResumableStreams()
     events = EventEndpoints(models)
     app = _App([*_routes(models, config), *streams.routes(), *events.routes()])
@@ -61,6 +73,7 @@ def create_app(engines: Mapping[str, AsyncEngine | Future[AsyncEngine]], config:
     app.state.cache_events = events
     app.state.models = models
     app.state.body_deadlines = BodyDeadlines(config.body_timeout_s)
+    app.add_middleware(HoldsModels, models=models)
     app.add_middleware(Gate, ring=None if config.keys is None else KeyRing(config.keys, time.monotonic))
     app.add_exception_handler(SpoliaError, handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
@@ -113,8 +126,8 @@ class _App(FastAPI):
         return super().openapi()
 
 
-def _promise(engine: AsyncEngine | Future[AsyncEngine]) -> Future[AsyncEngine]:
-    if isinstance(engine, Future):
+def _promise(engine: AsyncEngine | Future[AsyncEngine] | ModelSource) -> Future[AsyncEngine] | ModelSource:
+    if isinstance(engine, Future | ModelSource):
         return engine
     done: Future[AsyncEngine] = Future()
     done.set_result(engine)

@@ -76,7 +76,7 @@ class CacheEndpoints:
     async def pin(self, request: Request) -> Response:
         """Keep what is cached of a prompt while anything else can go."""
         body = await read_body(request, PinRequest, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         if body.ttl is not None and not 0 < body.ttl < float("inf"):
@@ -96,11 +96,11 @@ class CacheEndpoints:
         return _json(_card(pin))
 
     async def pins(self, request: Request) -> Response:
-        served = self._models.get(request.query_params.get("model"))
+        served = await self._models.ready(request.query_params.get("model"))
         return _json({"object": "list", "data": [_card(pin) for pin in await self._mine(served, request)]})
 
     async def unpin(self, request: Request, pin_id: int) -> Response:
-        served = self._models.get(request.query_params.get("model"))
+        served = await self._models.ready(request.query_params.get("model"))
         if pin_id not in [pin.id for pin in await self._mine(served, request)]:
             raise UnknownThing(f"there is no pin {pin_id}; it may have run out")
         await served.engine.call(lambda core: core.cache.unpin(pin_id))

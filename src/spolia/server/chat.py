@@ -86,7 +86,7 @@ class ChatEndpoint:
 
     async def respond(self, request: Request) -> Response:
         body = await read_body(request, ChatRequest, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         body.check()
         num_moved_lines = None
         if body.canonicalise:

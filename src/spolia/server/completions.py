@@ -34,7 +34,7 @@ class CompletionEndpoint:
 
     async def respond(self, request: Request) -> Response:
         body = await read_body(request, CompletionRequest, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         body.check()
         tokenizer = served.engine.model.tokenizer
         asked = prompts(body)

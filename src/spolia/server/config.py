@@ -20,6 +20,9 @@ class ServerConfig:
         body_timeout_s: a body that takes longer to arrive is answered 408.
         request_timeout_s: an answer that takes longer, queueing included, is ended where it is: finish_reason "length",
             stop_reason "request_timeout"; one that has not begun is answered 504.
+        memory_bytes: for all models, weights and KV; None: what the system has available.
+        keep_alive_s: for how long a model stays in memory without a request; None: until its memory is wanted.
+        load_wait_s: how long a request waits for its model to be loaded; then it is answered 503, with the reason.
         keys: file of API keys, see `server.access.keys`; None asks nobody for one.
         kv_events: ZMQ endpoint at which events of the caches are published; None: nowhere.
         kv_events_replay: ZMQ endpoint at which they can be asked for again; None: nowhere.
@@ -33,6 +36,9 @@ class ServerConfig:
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 60.0
     request_timeout_s: float = 3600.0
+    memory_bytes: int | None = None
+    keep_alive_s: float | None = None
+    load_wait_s: float = 600.0
     keys: Path | None = None
     kv_events: str | None = None
     kv_events_replay: str | None = None
@@ -48,6 +54,7 @@ class ServerConfig:
             ("max_body_bytes", 1024, 1 << 40),
             ("body_timeout_s", 0.01, 86_400),
             ("request_timeout_s", 0.01, 7 * 86_400),
+            ("load_wait_s", 0, 86_400),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
@@ -58,6 +65,10 @@ class ServerConfig:
                 raise ValueError(f"{name} is {endpoint!r}; it must be an endpoint such as tcp://127.0.0.1:5557")
         if self.kv_events is None and self.kv_events_replay is not None:
             raise ValueError("kv_events_replay is given without kv_events, so there is nothing to ask for; give both")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise ValueError(f"memory_bytes is {self.memory_bytes}; it must be at least 1")
+        if self.keep_alive_s is not None and not self.keep_alive_s >= 0:
+            raise ValueError(f"keep_alive_s is {self.keep_alive_s}; it must be 0 or more seconds, or None for no limit")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together: give both, or neither")
         for name in ("tls_cert", "tls_key"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import Any
 
 from spolia.engine import AsyncEngine, RequestOutput
@@ -18,10 +18,14 @@ _GIB = 2**30
 
 
 class LiveCurve:
-    """Made with the promise of an engine; its thread begins with the first request."""
+    """Its thread begins with the first request.
 
-    def __init__(self, loading: Future[AsyncEngine]) -> None:
-        self._loading = loading
+    Args:
+        engine: the model's; it may be another one each time, and is asked for only while there is one.
+    """
+
+    def __init__(self, engine: Callable[[], AsyncEngine]) -> None:
+        self._engine = engine
         self._waiting: queue.Queue[RequestOutput] = queue.Queue(_MAX_WAITING)
         self._ghosts: GhostCaches | None = None
         self._lock = threading.Lock()  # guards the ghosts
@@ -33,7 +37,7 @@ class LiveCurve:
         if output.explanation is None:
             return  # it was aborted before the cache was asked for anything
         if self._ghosts is None:
-            engine = self._loading.result()
+            engine = self._engine()
             self._ghosts = GhostCaches(engine.stats.ledger[0].total, engine.config.kv_policy)
             threading.Thread(target=self._run, name="spolia-ghosts", daemon=True).start()
         try:
@@ -43,7 +47,7 @@ class LiveCurve:
 
     def describe(self) -> dict[str, Any]:
         """The curve, and what more memory would have bought, in words."""
-        engine = self._loading.result()
+        engine = self._engine()
         bytes_per_token = (engine.config.kv_memory or 0) / max(1, 16 * engine.stats.ledger[0].total)
         with self._lock:
             ghosts = self._ghosts

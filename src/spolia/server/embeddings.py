@@ -65,7 +65,7 @@ class EmbeddingEndpoint:
 
     async def respond(self, request: Request) -> Response:
         body = await read_body(request, EmbeddingRequest, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         check_dimensions(served, body.dimensions)
         request_id, embeddings = await embed(
             served,

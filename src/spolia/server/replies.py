@@ -25,6 +25,7 @@ __all__ = [
     "FunctionCall",
     "ModelCard",
     "ModelList",
+    "ModelMemory",
     "PromptLogprob",
     "PromptTokensDetails",
     "TokenizeReply",
@@ -209,24 +210,44 @@ class ChatChunk(msgspec.Struct):
 class ModelCard(msgspec.Struct):
     """As OpenAI's clients and Anthropic's read it.
 
-    `max_model_len` is vLLM's; `vocab_size` lets a benchmark make token ids. Both are unknown while the model loads.
+    `max_model_len` is vLLM's; `vocab_size` lets a benchmark make token ids. Both are unknown unless it is in memory.
+    `status` is "ready", "loading", "unloaded" (its next request loads it) or "failed"; `reason` says why not ready.
+    Bytes are those in memory; times are Unix times.
     """
 
     id: str
     created: int
     display_name: str
     created_at: str
+    status: str
+    reason: str | None = None
     max_model_len: int | None = None
     vocab_size: int | None = None
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    num_requests: int = 0
+    num_queued: int = 0
+    is_pinned: bool = False
+    expires_at: float | None = None
     object: str = "model"
     type: str = "model"
     owned_by: str = "spolia"
+
+
+class ModelMemory(msgspec.Struct):
+    """Bytes. `limit_bytes` is --memory; `available_bytes` what this process may still take."""
+
+    weights_bytes: int
+    kv_bytes: int
+    available_bytes: int
+    limit_bytes: int | None
 
 
 class ModelList(msgspec.Struct):
     data: list[ModelCard]
     first_id: str | None
     last_id: str | None
+    memory: ModelMemory
     has_more: bool = False
     object: str = "list"
 

@@ -57,6 +57,7 @@ class _Stream:
                 self._wake()
         finally:
             self.is_over = True
+            self._abort = _nothing  # and with it goes the answer, whose model may leave
             self._wake()
 
     def _wake(self) -> None:
@@ -79,6 +80,10 @@ class _Stream:
     def _expire(self) -> None:
         self._abort()
         self._forget()
+
+
+def _nothing() -> None:
+    return
 
 
 class _Reader:

@@ -1,16 +1,19 @@
-"""The models this server answers for, from the moment they begin to load."""
+"""The models this server answers for: in memory, on their way there, or waiting for a request that wants them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spolia.engine import AsyncEngine, CacheStats, EngineStats, SessionStore, TokenStream
 from spolia.errors import NotReady, UnknownModel
@@ -18,46 +21,107 @@ from spolia.server.conversations import ConversationLog
 from spolia.server.curve import LiveCurve
 from spolia.server.explaining import ExplainLog
 from spolia.server.metrics import Metrics, ModelMetrics
+from spolia.server.shelf import Shelf
 
-__all__ = ["ServedModel", "ServedModels"]
+__all__ = ["HoldsModels", "ModelSource", "ServedModel", "ServedModels"]
 
 _NUM_RECENT = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """One model: its engine, or the promise of one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Where a model comes from when somebody asks for it.
 
     Attributes:
-        loading: done when the model can answer, or holds why it never will.
+        load: called on a thread of its own, with the most bytes that its KV may take; None: as the engine sees fit.
+        size_bytes: what it takes in memory at least, from the size of its files. It may fetch them first.
+        is_pinned: it stays once it is loaded.
+        loading: where somebody has begun to load it.
+    """
+
+    load: Callable[[int | None], AsyncEngine]
+    size_bytes: Callable[[], int]
+    is_pinned: bool = False
+    loading: Future[AsyncEngine] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """One model. What clients made of it (sessions, explanations) is kept while it is not in memory.
+
+    Attributes:
+        source: None for an engine that somebody else has made, which comes and goes as they like.
+        loading: done when the model can answer, or holds why it cannot; None while nobody asks for it.
         streams: submitted and not ended. Weak, so that one which nobody reads any more does not count for ever.
         request_timeout_s: after which an answer is ended.
         curve: what other sizes would have hit.
         explained, conversations: of the last requests.
         recent: what the page shows of the requests that ended last.
         since_s: Unix time at which loading began.
+        num_holds: HTTP requests that are being answered with it.
+        num_queued: of them, those that wait for it to be loaded.
+        waits_for: why it is not being loaded yet.
+        used_s: when it was last asked for, by the shelf's clock.
+        keep_alive_s: for how long it stays without a request; None: until its memory is wanted.
+        expires_s: Unix time of that; None while it is in use, or for ever.
+        aside: sessions of an engine that was unloaded, for the next one.
     """
 
     name: str
-    loading: Future[AsyncEngine]
+    source: ModelSource | None
+    loading: Future[AsyncEngine] | None
     metrics: ModelMetrics
     request_timeout_s: float
-    curve: LiveCurve
+    keep_alive_s: float | None = None
     since_s: float = field(default_factory=time.time)
     streams: WeakSet[TokenStream] = field(default_factory=WeakSet)
     explained: ExplainLog = field(default_factory=ExplainLog)
     conversations: ConversationLog = field(default_factory=ConversationLog)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+    num_holds: int = 0
+    num_queued: int = 0
+    waits_for: str | None = None
+    used_s: float = 0.0
+    expires_s: float | None = None
+    expiry: asyncio.TimerHandle | None = None
+    aside: SessionStore | None = None
+    curve: LiveCurve = field(init=False)
     _embedding: asyncio.Lock = field(default_factory=asyncio.Lock)
     _embedders: list[object] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.curve = LiveCurve(lambda: self.engine)
+
+    @property
+    def state(self) -> Literal["unloaded", "loading", "ready", "failed"]:
+        if self.loading is None:
+            return "unloaded"
+        if not self.loading.done():
+            return "loading"
+        if self.loading.exception() is not None or self.loading.result().failure is not None:
+            return "failed"
+        return "ready"
 
     @property
     def trouble(self) -> str | None:
         """Why the model cannot answer now; None if it can."""
+        if self.loading is None:
+            return f"model {self.name} is not in memory; the next request for it loads it"
         if not self.loading.done():
-            return f"model {self.name} is loading, for {time.time() - self.since_s:.1f} s so far"
+            waits_for = "" if self.waits_for is None else f"; it waits for {self.waits_for}"
+            return f"model {self.name} is loading, for {time.time() - self.since_s:.1f} s so far{waits_for}"
         error = self.loading.exception() or self.loading.result().failure
         return None if error is None else f"model {self.name} failed: {error}"
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it stays in memory whatever happens."""
+        return self.source is None or self.source.is_pinned
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody is being answered by it, or about to be; a stream that is to be resumed counts."""
+        return not self.num_holds and not self.streams
 
     @property
     def num_waiting(self) -> int:
@@ -84,9 +148,9 @@ class ServedModel:
     def engine(self) -> AsyncEngine:
         """
         Raises:
-            NotReady: still loading, or failed to; the message says which.
+            NotReady: not loaded, loading, or failed to; the message says which.
         """
-        if not self.loading.done() or self.loading.exception() is not None:
+        if self.loading is None or not self.loading.done() or self.loading.exception() is not None:
             raise NotReady(self.trouble)
         return self.loading.result()
 
@@ -101,17 +165,32 @@ class ServedModel:
 
 
 class ServedModels:
-    """By name, in the order given."""
+    """By name, in the order given.
 
-    def __init__(self, engines: Mapping[str, Future[AsyncEngine]], *, request_timeout_s: float) -> None:
+    Args:
+        engines: engines, promises of them, or where to get them.
+        library: further models, which somebody may ask for; called when a name is not known, or all are listed.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, Future[AsyncEngine] | ModelSource],
+        *,
+        request_timeout_s: float,
+        shelf: Shelf | None = None,
+        library: Callable[[], Mapping[str, ModelSource]] = dict,
+    ) -> None:
         self.metrics = Metrics(self._snapshots, self._caches)
-        self._by_name = {
-            name: ServedModel(name, engine, self.metrics.of_model(name), request_timeout_s, LiveCurve(engine))
-            for name, engine in engines.items()
-        }
+        self.shelf = shelf or Shelf()
+        self._request_timeout_s = request_timeout_s
+        self._library = library
+        self._by_name: dict[str, ServedModel] = {}
+        for name, engine in engines.items():
+            self._add(name, engine)
 
     def get(self, name: str | None) -> ServedModel:
-        """
+        """A model as it is, in memory or not. To be answered by it, use `ready`.
+
         Args:
             name: as the client spells it; None is right where there is only one.
 
@@ -120,23 +199,84 @@ class ServedModels:
         """
         if name is None and len(self._by_name) == 1:
             return next(iter(self._by_name.values()))
+        if name is not None and name not in self._by_name:
+            self._look_into_library()
         if name not in self._by_name:
             raise UnknownModel(f"the model {name!r} does not exist here; served: {', '.join(self._by_name)}")
         return self._by_name[name]
 
+    async def ready(self, name: str | None, *, keep_alive_s: float | None = None) -> ServedModel:
+        """A model that is in memory, and stays there until the HTTP request that asks has been answered.
+
+        Args:
+            keep_alive_s: for how long after that it is to stay, infinity included; None: as the server was told.
+
+        Raises:
+            UnknownModel: not served here.
+            NotReady: it cannot be loaded, or not within the shelf's time; says why.
+        """
+        served = self.get(name)
+        held = _held.get()
+        if held is not None and served not in held:
+            held.append(served)
+            self.shelf.hold(served)
+        await self.shelf.ensure(served, self.all(), keep_alive_s=keep_alive_s)
+        return served
+
+    def release(self, served: ServedModel) -> None:
+        """An HTTP request that was answered with it has ended."""
+        self.shelf.release(served)
+
     def all(self) -> list[ServedModel]:
         return list(self._by_name.values())
+
+    def everything(self) -> list[ServedModel]:
+        """`all`, and what the library has that nobody has asked for yet."""
+        self._look_into_library()
+        return self.all()
 
     def loaded(self) -> dict[str, AsyncEngine]:
         """Engines of the models that have been loaded, also of those that have failed since."""
         return {
             served.name: served.loading.result()
             for served in self._by_name.values()
-            if served.loading.done() and served.loading.exception() is None
+            if served.loading is not None and served.loading.done() and served.loading.exception() is None
         }
+
+    def _add(self, name: str, engine: Future[AsyncEngine] | ModelSource) -> None:
+        source = engine if isinstance(engine, ModelSource) else None
+        loading = engine.loading if isinstance(engine, ModelSource) else engine
+        self._by_name[name] = ServedModel(
+            name, source, loading, self.metrics.of_model(name), self._request_timeout_s, self.shelf.keep_alive_s
+        )
+
+    def _look_into_library(self) -> None:
+        for name, source in self._library().items():
+            if name not in self._by_name:
+                self._add(name, source)
 
     def _snapshots(self) -> dict[str, EngineStats]:
         return {name: engine.stats for name, engine in self.loaded().items()}
 
     def _caches(self) -> dict[str, CacheStats]:
         return {name: engine.cache_stats for name, engine in self.loaded().items()}
+
+
+_held: ContextVar[list[ServedModel] | None] = ContextVar("spolia_held", default=None)
+
+
+class HoldsModels:
+    """ASGI middleware: what `ServedModels.ready` gave to a request stays until its response has been sent."""
+
+    def __init__(self, app: ASGIApp, models: ServedModels) -> None:
+        self._app = app
+        self._models = models
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held: list[ServedModel] = []
+        _held.set(held)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            for served in held:
+                self._models.release(served)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from types import FrameType
@@ -20,7 +20,7 @@ from spolia.server.body import BodyDeadlines
 from spolia.server.config import ServerConfig
 from spolia.server.events import EventEndpoints, EventPublisher
 from spolia.server.logs import log_fields
-from spolia.server.served import ServedModels
+from spolia.server.served import ModelSource, ServedModel, ServedModels
 
 __all__ = ["serve"]
 
@@ -37,31 +37,44 @@ _REST_OF_BODY_S = 1.0
 _LAST_WORDS_S = 1.0
 
 
-def serve(engines: Mapping[str, Future[AsyncEngine]], config: ServerConfig, listener: socket.socket) -> None:
+def serve(
+    models: Mapping[str, ModelSource],
+    config: ServerConfig,
+    listener: socket.socket,
+    *,
+    library: Callable[[], Mapping[str, ModelSource]] = dict,
+) -> bool:
     """Serve on `listener` until SIGINT or SIGTERM; then finish what runs. A second signal aborts it, a third drops it.
 
-    Blocks; call it on the main thread. The engines that were loaded are closed at the end.
+    Blocks; call it on the main thread. Engines are closed at the end.
+
+    Args:
+        models: loaded at the start, as far as there is room; the others by their first request.
+        library: further models that requests may want.
+
+    Returns:
+        Whether all is at rest; False: a thread is still loading a model.
 
     Raises:
-        SpoliaError: a model could not be loaded, nothing is served any more; or KV events cannot be published.
+        SpoliaError: a model could not be loaded at the start; or KV events cannot be published. Nothing is served.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    server = _Server(create_app(engines, config), engines, config)
+    server = _Server(create_app(models, config, library=library), config)
     publisher = server.publish_events(config)
     try:
         asyncio.run(server.run_until_drained(listener))
     finally:
         if publisher is not None:
             publisher.close()
-    for future in engines.values():
-        if future.done() and (error := future.exception()) is not None:
-            raise error
+    if server.failure is not None:
+        raise server.failure
+    return all(served.loading is None or served.loading.done() for served in server.models.all())
 
 
 class _Server(uvicorn.Server):
     """uvicorn, with signals that mean: drain, abort, drop; and none of them is an error."""
 
-    def __init__(self, app: FastAPI, engines: Mapping[str, Future[AsyncEngine]], config: ServerConfig) -> None:
+    def __init__(self, app: FastAPI, config: ServerConfig) -> None:
         # Request lines are ours (see `answer`); uvicorn's own log is for what goes wrong.
         super().__init__(
             uvicorn.Config(
@@ -74,10 +87,11 @@ class _Server(uvicorn.Server):
                 ssl_keyfile=config.tls_key,
             )
         )
-        self._models: ServedModels = app.state.models
+        self.models: ServedModels = app.state.models
+        self.failure: BaseException | None = None
         self._body_deadlines: BodyDeadlines = app.state.body_deadlines
         self._events: EventEndpoints = app.state.cache_events
-        self._engines = engines
+        self._preloading: asyncio.Task[None] | None = None
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -86,7 +100,7 @@ class _Server(uvicorn.Server):
         """None if nobody wants them."""
         if config.kv_events is None:
             return None
-        return EventPublisher(self._models.loaded, config.kv_events, config.kv_events_replay)
+        return EventPublisher(self.models.loaded, config.kv_events, config.kv_events_replay)
 
     async def run_until_drained(self, listener: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
@@ -95,23 +109,30 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for name, future in self._engines.items():
-            future.add_done_callback(partial(self._on_loaded, name))
+        self.models.shelf.on_loaded = self._on_loaded
+        for served in self.models.all():
+            if served.loading is not None:
+                served.loading.add_done_callback(partial(self._on_loaded, served))
+        self._preloading = asyncio.ensure_future(self.models.shelf.preload(self.models.all()))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._body_deadlines.hurry(_REST_OF_BODY_S)
         self._events.close()
         await super().shutdown(sockets)
 
-    def _on_loaded(self, name: str, future: Future[AsyncEngine]) -> None:
+    def _on_loaded(self, served: ServedModel, future: Future[AsyncEngine]) -> None:
         """Called on the loading thread, but not before the server answers and handles signals."""
-        if future.exception() is not None:
-            self.should_exit = True
+        if (error := future.exception()) is not None:
+            if self._preloading is None or not self._preloading.done():
+                self.failure = error
+                self.should_exit = True
+            else:
+                log_fields(logger, "not loaded", {"model": served.name, "reason": str(error)})
             return
         config = future.result().config
         kv_mb = round((config.kv_memory or 0) / 1e6)
         fields = {"max_context": config.max_context, "kv_mb": kv_mb, "threads": config.num_threads}
-        log_fields(logger, "ready", {"model": name, **fields})
+        log_fields(logger, "ready", {"model": served.name, **fields})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """In place of uvicorn's, which would end the process by the signal after draining."""
@@ -140,5 +161,7 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
     async def _close_engines(self) -> None:
-        for engine in self._models.loaded().values():
+        if self._preloading is not None:
+            self._preloading.cancel()
+        for engine in self.models.loaded().values():
             await engine.aclose()

@@ -190,23 +190,23 @@ class SessionEndpoints:
 
     async def open(self, request: Request) -> Response:
         body = await read_body(request, OpenSession, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         return await _reply(
             served, served.sessions.open(current_caller().cache_salt(body.cache_salt or ""), ttl_s=body.ttl)
         )
 
     async def list(self, request: Request) -> Response:
-        served = self._models.get(request.query_params.get("model"))
+        served = await self._models.ready(request.query_params.get("model"))
         sessions = served.sessions.all(current_caller().cache_salt(request.query_params.get("cache_salt", "")))
         cards = [_card(served, session) for session in sessions]
         return Response(msgspec.json.encode({"object": "list", "data": cards}), media_type="application/json")
 
     async def show(self, request: Request, session_id: str) -> Response:
-        served = self._models.get(request.query_params.get("model"))
+        served = await self._models.ready(request.query_params.get("model"))
         return await _reply(served, find_session(served, session_id, request.query_params.get("cache_salt")))
 
     async def close(self, request: Request, session_id: str) -> Response:
-        served = self._models.get(request.query_params.get("model"))
+        served = await self._models.ready(request.query_params.get("model"))
         session = find_session(served, session_id, request.query_params.get("cache_salt"))
         served.sessions.close(session)
         closed = {"id": session.id, "object": "session", "deleted": True}
@@ -214,7 +214,7 @@ class SessionEndpoints:
 
     async def append(self, request: Request, session_id: str) -> Response:
         body = await read_body(request, AppendToSession, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         session = find_session(served, session_id, body.cache_salt)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
@@ -237,12 +237,12 @@ class SessionEndpoints:
 
     async def fork(self, request: Request, session_id: str) -> Response:
         body = await read_body(request, ForkSession, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         return await _reply(served, served.sessions.fork(find_session(served, session_id, body.cache_salt)))
 
     async def rewind(self, request: Request, session_id: str) -> Response:
         body = await read_body(request, RewindSession, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         session = find_session(served, session_id, body.cache_salt)
         session.rewind(turns=body.turns, num_tokens=body.num_tokens)
         return await _reply(served, session)

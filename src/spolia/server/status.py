@@ -10,7 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 import spolia
-from spolia.server.replies import ModelCard, ModelList
+from spolia.engine import available_bytes
+from spolia.server.replies import ModelCard, ModelList, ModelMemory
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
 
@@ -33,8 +34,13 @@ class StatusEndpoints:
         ]
 
     async def health(self) -> Response:
-        """200 once every model can answer; 503 with the reason until then, and after an engine has failed."""
-        troubles = [served.trouble for served in self._models.all() if served.trouble is not None]
+        """200 once requests are answered; 503 with the reason as long as no model is there, and if one has failed.
+
+        A model that is not in memory is no trouble: its next request loads it.
+        """
+        states = {served: served.state for served in self._models.all()}
+        bad = {"failed"} if "ready" in states.values() else {"failed", "loading"}
+        troubles = [served.trouble or "" for served, state in states.items() if state in bad]
         if troubles:
             return _json({"status": "unavailable", "reason": "; ".join(troubles)}, status=503)
         return _json({"status": "ok"})
@@ -43,9 +49,12 @@ class StatusEndpoints:
         return Response(self._models.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def models(self) -> Response:
-        cards = [_card(served) for served in self._models.all()]
+        models = self._models.everything()
+        cards = [_card(served) for served in models]
         first_id, last_id = (cards[0].id, cards[-1].id) if cards else (None, None)
-        return _json(ModelList(cards, first_id, last_id))
+        shelf = self._models.shelf
+        memory = ModelMemory(*shelf.memory_of(models), available_bytes(), shelf.memory_bytes)
+        return _json(ModelList(cards, first_id, last_id, memory))
 
     async def model(self, name: str) -> Response:
         return _json(_card(self._models.get(name)))
@@ -56,10 +65,17 @@ class StatusEndpoints:
 
 def _card(served: ServedModel) -> ModelCard:
     created_at = datetime.fromtimestamp(int(served.since_s), UTC).isoformat()
-    card = ModelCard(served.name, int(served.since_s), served.name, created_at)
-    if served.trouble is None:
-        card.max_model_len = served.engine.config.max_context
-        card.vocab_size = served.engine.model.tokenizer.vocab_size
+    card = ModelCard(served.name, int(served.since_s), served.name, created_at, served.state, served.trouble)
+    card.num_requests = served.num_holds
+    card.num_queued = served.num_queued
+    card.is_pinned = served.is_pinned
+    card.expires_at = served.expires_s
+    if served.state == "ready":
+        engine = served.engine
+        card.max_model_len = engine.config.max_context
+        card.vocab_size = engine.model.tokenizer.vocab_size
+        card.weights_bytes = engine.weights_bytes
+        card.kv_bytes = engine.config.kv_memory or 0
     return card
 
 

@@ -37,7 +37,7 @@ class TokenizeEndpoints:
     async def tokenize(self, request: Request) -> Response:
         body = await read_body(request, TokenizeRequest, max_bytes=self._config.max_body_bytes)
         check_tools(body.tools)
-        engine = self._models.get(body.model).engine
+        engine = (await self._models.ready(body.model)).engine
         tokenizer = engine.model.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
@@ -60,7 +60,7 @@ class TokenizeEndpoints:
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, DetokenizeRequest, max_bytes=self._config.max_body_bytes)
-        tokenizer = self._models.get(body.model).engine.model.tokenizer
+        tokenizer = (await self._models.ready(body.model)).engine.model.tokenizer
         for i, id_ in enumerate(body.tokens):
             if not 0 <= id_ < tokenizer.vocab_size:
                 raise InvalidRequest(

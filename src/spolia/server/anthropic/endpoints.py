@@ -42,12 +42,12 @@ class AnthropicEndpoints:
 
     async def count_tokens(self, request: Request) -> Response:
         body = await read_body(request, CountRequest, max_bytes=self._config.max_body_bytes)
-        ids = await conversation(body).encode(self._models.get(body.model))
+        ids = await conversation(body).encode(await self._models.ready(body.model))
         return Response(msgspec.json.encode({"input_tokens": len(ids)}), media_type="application/json")
 
     async def create(self, request: Request) -> Response:
         body = await read_body(request, MessagesRequest, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         marked = 0
 
         async def keep(prompt_ids: Sequence[int]) -> Sequence[Wish]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -131,7 +132,7 @@ class _Topic:
 
     def __init__(self, model: str, num_kept: int) -> None:
         self.name = f"kv@{model}".encode()
-        self._engine: AsyncEngine | None = None
+        self._engine: weakref.ref[AsyncEngine] | None = None  # the last one; it may go
         self._since: int | None = None
         self._mirror = CacheMirror(1)
         self._block_size = 1
@@ -144,8 +145,8 @@ class _Topic:
         Raises:
             SpoliaError: the engine is closed or has failed.
         """
-        if engine is not self._engine:  # the first, or the model was loaded anew
-            self._engine, self._since, self._block_size = engine, None, engine.block_size
+        if self._engine is None or engine is not self._engine():  # the first, or the model was loaded anew
+            self._engine, self._since, self._block_size = weakref.ref(engine), None, engine.block_size
             self._mirror = CacheMirror(engine.block_size)
         if self._since == engine.next_event_number:
             return None

@@ -50,7 +50,7 @@ class LlamaCppEndpoints:
 
     async def complete(self, request: Request) -> Response:
         body = await read_body(request, CompletionRequest, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         parts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         ids: list[int] = []
         for number, part in enumerate(parts):
@@ -62,7 +62,7 @@ class LlamaCppEndpoints:
 
     async def infill(self, request: Request) -> Response:
         body = await read_body(request, InfillRequest, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         files = [_file(item, f"input_extra[{index}]") for index, item in enumerate(body.input_extra or ())]
         tokenizer = served.engine.model.tokenizer
         ids = await asyncio.to_thread(
@@ -72,7 +72,7 @@ class LlamaCppEndpoints:
 
     async def embedding(self, request: Request) -> Response:
         body = await read_body(request, EmbeddingRequest, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         asked = body.input if body.content is None else body.content
         if asked is None:
             raise InvalidRequest("content is missing; send a text, texts, or token ids", param="content")
@@ -93,12 +93,12 @@ class LlamaCppEndpoints:
 
     async def apply_template(self, request: Request) -> Response:
         body = await read_body(request, TemplateRequest, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         ids = await Conversation(messages=body.messages).encode(served)
         return _json({"prompt": served.engine.model.tokenizer.decode(ids, skip_special=False)})
 
     async def props(self) -> Response:
-        served = self._first()
+        served = await self._models.ready(self._first().name)
         engine, model = served.engine, served.engine.model
         special = model.tokenizer.special
         roles = {"bos_token": special.bos, "eos_token": special.eos}

@@ -59,7 +59,7 @@ class OllamaEndpoints:
 
     async def embed(self, request: Request) -> Response:
         body = await read_body(request, EmbedRequest, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.asked)
+        served = await self._models.ready(body.asked, keep_alive_s=body.keep_alive_s)
         begun_s = time.perf_counter()
         check_dimensions(served, body.dimensions or None)
         inputs = [body.input] if isinstance(body.input, str) else body.input
@@ -78,7 +78,7 @@ class OllamaEndpoints:
 
     async def embeddings(self, request: Request) -> Response:
         body = await read_body(request, EmbeddingRequest, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.asked)
+        served = await self._models.ready(body.asked, keep_alive_s=body.keep_alive_s)
         shown: list[float] = []
         if body.prompt:
             _, (embedding,) = await embed(served, [body.prompt], truncate=True, max_waiting=self._config.max_waiting)
@@ -88,9 +88,9 @@ class OllamaEndpoints:
     async def generate(self, request: Request) -> Response:
         body = await read_body(request, GenerateRequest, max_bytes=self._config.max_body_bytes)
         body.check()
-        served = self._models.get(body.asked)
+        served = await self._models.ready(body.asked, keep_alive_s=body.keep_alive_s)
         if not body.prompt and not body.suffix:
-            return _loaded(served, body.keep_alive, response="")
+            return _loaded(served, body.keep_alive_s, response="")
         params = body.sampling_params()
         await served.engine.prepare(params)
         ids = await _prompt_ids(served, body)
@@ -107,9 +107,9 @@ class OllamaEndpoints:
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, ChatRequest, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.asked)
+        served = await self._models.ready(body.asked, keep_alive_s=body.keep_alive_s)
         if not body.messages:
-            return _loaded(served, body.keep_alive, message={"role": "assistant", "content": ""})
+            return _loaded(served, body.keep_alive_s, message={"role": "assistant", "content": ""})
         check_tools(body.tools)
         turn = await Turn.begin(
             "chat",
@@ -231,10 +231,9 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"function": {"name": call.name, "arguments": arguments}}
 
 
-def _loaded(served: ServedModel, keep_alive: str | float | None, **shown: Any) -> Response:
-    """What a request without a prompt is told. The model stays: it is what this server was started for."""
-    _ = served.engine  # raises while it is still loading
-    reason = "unload" if keep_alive in (0, "0", "0s") else "load"
+def _loaded(served: ServedModel, keep_alive_s: float | None, **shown: Any) -> Response:
+    """What a request without a prompt is told. With a `keep_alive` of 0 the model goes when this has been sent."""
+    reason = "unload" if keep_alive_s == 0 else "load"
     reply = {"model": served.name, "created_at": now(), **shown, "done": True, "done_reason": reason}
     return Response(msgspec.json.encode(reply), media_type="application/json")
 

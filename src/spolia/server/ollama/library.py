@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
@@ -48,21 +50,27 @@ class OllamaLibrary:
         return _json({"version": spolia.__version__})
 
     async def tags(self) -> Response:
-        return _json({"models": [await _listed(served) for served in self._models.all() if served.trouble is None]})
+        """All models, in memory or not; of one that was never loaded only the name is known."""
+        return _json({"models": [await _listed(served) for served in self._models.everything()]})
 
     async def running(self) -> Response:
-        """Models in memory: all of them, until the server ends."""
+        """Models in memory, with their sizes there and until when they stay."""
         shown = []
         for served in self._models.all():
-            if served.trouble is None:
-                context_length = served.engine.config.max_context
-                kept = {"expires_at": _NEVER, "size_vram": 0, "context_length": context_length}
+            if served.state == "ready":
+                engine = served.engine
+                kept = {
+                    "size": engine.weights_bytes + (engine.config.kv_memory or 0),
+                    "expires_at": _expires_at(served),
+                    "size_vram": 0,
+                    "context_length": engine.config.max_context,
+                }
                 shown.append({**await _listed(served), **kept})
         return _json({"models": shown})
 
     async def show(self, request: Request) -> Response:
         body = await read_body(request, ModelRequest, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.asked)
+        served = await self._models.ready(body.asked)
         model = served.engine.model
         template = "" if model.chat_template is None else model.chat_template.source
         fills_in = model.tokenizer.special.fim_middle is not None
@@ -121,6 +129,8 @@ async def _pulling(name: str) -> AsyncIterator[bytes]:
 
 
 async def _listed(served: ServedModel) -> dict[str, Any]:
+    if served.state != "ready":
+        return {"name": served.name, "model": served.name, "modified_at": _time(served), "size": 0, "digest": ""}
     model = served.engine.model
     digest = await asyncio.to_thread(lambda: model.digest)  # reads the file, if nobody has yet
     return {
@@ -145,7 +155,18 @@ def _details(model: Model) -> dict[str, Any]:
 
 
 def _time(served: ServedModel) -> str:
-    return datetime.fromtimestamp(served.since_s, UTC).isoformat().replace("+00:00", "Z")
+    return _iso(served.since_s)
+
+
+def _expires_at(served: ServedModel) -> str:
+    """Of one that is in use: when its time would be over if nobody asked again."""
+    if served.is_pinned or served.keep_alive_s is None or math.isinf(served.keep_alive_s):
+        return _NEVER
+    return _iso(served.expires_s or time.time() + served.keep_alive_s)
+
+
+def _iso(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _json(content: Any) -> Response:

@@ -8,6 +8,7 @@ import msgspec
 
 from spolia.engine import SamplingParams
 from spolia.errors import InvalidRequest
+from spolia.server.durations import parse_duration
 from spolia.server.sampling import SamplingFields
 
 __all__ = [
@@ -56,10 +57,28 @@ class ModelRequest(msgspec.Struct, kw_only=True):
         return None if not name else name.removesuffix(":latest")
 
 
-class _Generating(ModelRequest, kw_only=True):
+class _Keeping(ModelRequest, kw_only=True):
+    """`keep_alive`: how long the model is to stay in memory after this."""
+
+    keep_alive: str | float | None = None
+
+    @property
+    def keep_alive_s(self) -> float | None:
+        """
+        Raises:
+            InvalidRequest: it is no duration.
+        """
+        if self.keep_alive in (None, ""):
+            return None
+        try:
+            return parse_duration(self.keep_alive or 0)
+        except ValueError as error:
+            raise InvalidRequest(f"keep_alive: {error}", param="keep_alive") from None
+
+
+class _Generating(_Keeping, kw_only=True):
     stream: bool = True
     options: Options | None = None
-    keep_alive: str | float | None = None
     think: bool | str | None = None
     format: Any = None
 
@@ -116,7 +135,7 @@ class ChatRequest(_Generating, kw_only=True):
     tools: list[dict[str, Any]] | None = None
 
 
-class EmbedRequest(ModelRequest, kw_only=True):
+class EmbedRequest(_Keeping, kw_only=True):
     """`/api/embed`. Without input the model is only loaded. `options` do nothing here.
 
     Attributes:
@@ -126,15 +145,13 @@ class EmbedRequest(ModelRequest, kw_only=True):
     input: str | list[str] = ""
     truncate: bool = True
     dimensions: int | None = None
-    keep_alive: str | float | None = None
     options: dict[str, Any] | None = None
 
 
-class EmbeddingRequest(ModelRequest, kw_only=True):
+class EmbeddingRequest(_Keeping, kw_only=True):
     """`/api/embeddings`, the older one, whose vectors are not normalised."""
 
     prompt: str = ""
-    keep_alive: str | float | None = None
     options: dict[str, Any] | None = None
 
 

@@ -55,7 +55,7 @@ class ResponsesEndpoints:
 
     async def create(self, request: Request) -> Response:
         body = await read_body(request, ResponsesRequest, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         before = [] if body.previous_response_id is None else self._find(body.previous_response_id).messages
         messages = [*before, *messages_of(body.input)]
         told = [{"role": "system", "content": body.instructions}] if body.instructions else []
