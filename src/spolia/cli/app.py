@@ -165,6 +165,10 @@ def serve(
     request_timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Longest that an answer may take. Default: 3600.")
     ] = None,
+    traces: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Send OpenTelemetry traces there (OTLP), like http://HOST:4318/v1/traces."),
+    ] = None,
     kv_events: Annotated[
         str | None,
         typer.Option(
@@ -232,6 +236,7 @@ def serve(
         "tls_key": tls_key,
         "max_body_bytes": max_body,
         "request_timeout_s": request_timeout,
+        "traces": traces,
         "kv_events": kv_events,
         "kv_events_replay": kv_events_replay,
         "memory_bytes": memory,

@@ -287,6 +287,8 @@ class Answer:
             self._served.streams.discard(self._streams[choice])
             self._take_output(choice, delta.output)
             metrics.observe(delta.output, self._explained[choice].ranges)
+            if self._caller.trace is not None:
+                self._caller.trace.record(self.model, self._streams[choice].request.params, delta.output)
             self._log(delta.output)
             if _took_too_long(delta.output) and not delta.output.token_ids:
                 raise TookTooLong(

@@ -37,6 +37,7 @@ from spolia.server.sessions import SessionEndpoints
 from spolia.server.shelf import Shelf
 from spolia.server.status import StatusEndpoints
 from spolia.server.tokenize import TokenizeEndpoints
+from spolia.server.tracing import Tracing
 
 __all__ = ["create_app"]
 
@@ -57,7 +58,7 @@ def create_app(
         library: further models that requests may want.
 
     Raises:
-        InvalidRequest: the key file cannot be read, or what it says is not allowed.
+        InvalidRequest: the key file cannot be read, or what it says is not allowed; or OpenTelemetry is not installed.
     """
     config = config or ServerConfig()
     models = ServedModels(
@@ -73,8 +74,10 @@ def create_app(
     app.state.cache_events = events
     app.state.models = models
     app.state.body_deadlines = BodyDeadlines(config.body_timeout_s)
+    app.state.tracing = tracing = None if config.traces is None else Tracing(config.traces)
     app.add_middleware(HoldsModels, models=models)
-    app.add_middleware(Gate, ring=None if config.keys is None else KeyRing(config.keys, time.monotonic))
+    ring = None if config.keys is None else KeyRing(config.keys, time.monotonic)
+    app.add_middleware(Gate, ring=ring, tracing=tracing)
     app.add_exception_handler(SpoliaError, handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
     app.add_exception_handler(ClientDisconnect, handle_disconnect)

@@ -24,6 +24,7 @@ class ServerConfig:
         keep_alive_s: for how long a model stays in memory without a request; None: until its memory is wanted.
         load_wait_s: how long a request waits for its model to be loaded; then it is answered 503, with the reason.
         keys: file of API keys, see `server.access.keys`; None asks nobody for one.
+        traces: URL of a collector of OpenTelemetry's, OTLP over HTTP, that gets a trace an answer; None: nobody does.
         kv_events: ZMQ endpoint at which events of the caches are published; None: nowhere.
         kv_events_replay: ZMQ endpoint at which they can be asked for again; None: nowhere.
         tls_cert: certificate chain in PEM, with which the server speaks HTTPS; None: HTTP.
@@ -40,6 +41,7 @@ class ServerConfig:
     keep_alive_s: float | None = None
     load_wait_s: float = 600.0
     keys: Path | None = None
+    traces: str | None = None
     kv_events: str | None = None
     kv_events_replay: str | None = None
     tls_cert: Path | None = None
@@ -59,6 +61,8 @@ class ServerConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; allowed are {low} to {high}")
+        if self.traces is not None and not self.traces.startswith(("http://", "https://")):
+            raise ValueError(f"traces is {self.traces!r}; it must be a URL such as http://127.0.0.1:4318/v1/traces")
         for name in ("kv_events", "kv_events_replay"):
             endpoint = getattr(self, name)
             if endpoint is not None and "://" not in endpoint:

@@ -21,6 +21,7 @@ from spolia.server.config import ServerConfig
 from spolia.server.events import EventEndpoints, EventPublisher
 from spolia.server.logs import log_fields
 from spolia.server.served import ModelSource, ServedModel, ServedModels
+from spolia.server.tracing import Tracing
 
 __all__ = ["serve"]
 
@@ -66,6 +67,7 @@ def serve(
     finally:
         if publisher is not None:
             publisher.close()
+        server.end_traces()
     if server.failure is not None:
         raise server.failure
     return all(served.loading is None or served.loading.done() for served in server.models.all())
@@ -91,6 +93,7 @@ class _Server(uvicorn.Server):
         self.failure: BaseException | None = None
         self._body_deadlines: BodyDeadlines = app.state.body_deadlines
         self._events: EventEndpoints = app.state.cache_events
+        self._tracing: Tracing | None = app.state.tracing
         self._preloading: asyncio.Task[None] | None = None
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -101,6 +104,11 @@ class _Server(uvicorn.Server):
         if config.kv_events is None:
             return None
         return EventPublisher(self.models.loaded, config.kv_events, config.kv_events_replay)
+
+    def end_traces(self) -> None:
+        """Send the last of them."""
+        if self._tracing is not None:
+            self._tracing.close()
 
     async def run_until_drained(self, listener: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from spolia.engine import Tenant
 from spolia.server.access.account import Account
+from spolia.server.tracing import RequestTrace
 
 __all__ = ["Caller", "current_caller", "set_caller"]
 
@@ -21,10 +22,12 @@ class Caller:
     Attributes:
         account: None where the server asks for no keys.
         request_id: the client's own word for the request, or None; for the log.
+        trace: takes what its answers took; None where nobody traces.
     """
 
     account: Account | None = None
     request_id: str | None = None
+    trace: RequestTrace | None = None
 
     @property
     def tenant(self) -> str | None:

@@ -10,6 +10,7 @@ from spolia.server.access.account import Account
 from spolia.server.access.caller import Caller, set_caller
 from spolia.server.access.ring import KeyRing
 from spolia.server.errors import Forbidden, Unauthorized, error_response
+from spolia.server.tracing import Tracing
 
 __all__ = ["Gate"]
 
@@ -27,11 +28,13 @@ class Gate:
 
     Args:
         ring: None lets everybody in.
+        tracing: where spans go; None: nowhere.
     """
 
-    def __init__(self, app: ASGIApp, ring: KeyRing | None) -> None:
+    def __init__(self, app: ASGIApp, ring: KeyRing | None, tracing: Tracing | None = None) -> None:
         self._app = app
         self._ring = ring
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -42,7 +45,8 @@ class Gate:
             except InvalidRequest as error:
                 await error_response(error, path)(scope, receive, send)
                 return
-            set_caller(Caller(account, _client_id(headers)))
+            trace = None if self._tracing is None else self._tracing.begin(headers)
+            set_caller(Caller(account, _client_id(headers), trace))
         await self._app(scope, receive, send)
 
     def _account(self, path: str, headers: Headers) -> Account | None:
