@@ -135,7 +135,8 @@ def test_own_processors_are_named_on_the_command_line():
 
 def test_tier_flags_are_fields_of_the_engine_config():
     given = {"kv_disk": "/x", "kv_disk_size": 9, "kv_encrypt": "env:K", "kv_host": 8, "kv_write": "selective",
-             "kv_fetch": "wait", "kv_remote": "valkey://host", "kv_ttl_s": 60.0}  # fmt: skip
+             "kv_fetch": "wait", "kv_remote": "valkey://host", "kv_ttl_s": 60.0,
+             "kv_offload_dtype": "int4"}  # fmt: skip
     assert EngineFlags(**given).config() == EngineConfig(**given)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from spolia.kvcache import namespace_key
 from spolia.tiers import AesGcm, FolderBackend, HostBackend, KeyChain, StorageBackend, Tier, TierState, TierUse
 from tiers.faults import FaultyBackend
 
-from .toy import answer, run, submit, toy_answer, toy_engine
+from .toy import ROUNDED, ToyCodec, answer, run, submit, toy_answer, toy_engine
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -26,6 +26,7 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 CONVERSATION = tokens(300, seed=0)
+EXACT_NAMESPACE = namespace_key(model="toy", salt="")
 
 
 def on_tier(backend: StorageBackend | Path, **settings) -> Engine:
@@ -256,23 +257,32 @@ def test_what_is_evicted_before_it_could_be_written_is_counted():
     saved(engine)
 
 
-def random_traffic(seed: int, folder: Path, windows: tuple[int | None, ...]) -> int:
+def random_traffic(
+    seed: int,
+    folder: Path,
+    windows: tuple[int | None, ...],
+    codecs: Sequence[ToyCodec | None] = (None,),
+    after: Callable[[Engine], object] = lambda engine: None,
+) -> int:
     """Engines that come and go over one folder, with pools that evict and files that vanish; restored tokens."""
     rng = random.Random(seed)
     trunks = [[rng.randrange(4) for _ in range(200)] for _ in range(3)]
     num_restored = 0
-    for _ in range(6):
+    for life in range(6):
         engine = toy_engine(
             windows=windows,
             num_blocks=rng.choice([20, 30]),
             tiers=[Tier("disk", FolderBackend(folder, rng.choice([None, 40_000])))],
             clock=time.monotonic,
             max_batch_tokens=rng.choice([16, 40, 200]),
+            codec=codecs[life % len(codecs)],
         )
         prompts = {}
         for _ in range(12):
             prompt = rng.choice(trunks)[: rng.randrange(1, 200)] + [rng.randrange(4) for _ in range(rng.randrange(20))]
-            request = submit(engine, prompt, SamplingParams(temperature=0.0, max_tokens=rng.randrange(1, 30)))
+            num_tokens, wants_exact = rng.randrange(1, 30), len(codecs) > 1 and rng.random() < 0.5
+            params = SamplingParams(temperature=0.0, max_tokens=num_tokens, exact_kv=wants_exact)
+            request = submit(engine, prompt, params)
             prompts[request.request_id] = prompt
             if rng.random() < 0.1:
                 engine.core.abort(rng.choice(list(prompts)))
@@ -284,6 +294,7 @@ def random_traffic(seed: int, folder: Path, windows: tuple[int | None, ...]) -> 
                         num_restored += check(delta.output, prompts[request_id], windows)
         for request_id, output in run(engine).items():
             num_restored += check(output, prompts[request_id], windows)
+        after(engine)
         if rng.random() < 0.5:
             engine.core.close()
         else:
@@ -296,7 +307,35 @@ def random_traffic(seed: int, folder: Path, windows: tuple[int | None, ...]) -> 
 
 def check(output, prompt, windows) -> int:
     assert_right(output, prompt, windows)
+    num_rounded = sum(output.num_rounded_tokens.values())
+    assert num_rounded <= (0 if output.namespace == EXACT_NAMESPACE else output.num_cached_tokens)
     return sum(output.num_restored_tokens.values())
+
+
+def assert_marked(engine: Engine) -> int:
+    """What is marked as rounded is just what is so, and none of it is in the exact namespace; how many slots are."""
+    num_marked = 0
+    cache, pools = engine.core.cache, engine.core.executable.pools
+    for node in cache._tree.nodes():
+        for group, pool in enumerate(pools):
+            ids = np.repeat(node.blocks[group].view, BLOCK_SIZE)
+            slots = np.tile(np.arange(BLOCK_SIZE), len(ids) // BLOCK_SIZE)
+            first = node.start - node.start // BLOCK_SIZE * BLOCK_SIZE
+            kept = np.arange(first, first + node.end - node.start)
+            kept = kept[ids[kept] >= 0]
+            is_rounded = pool["token"][ids[kept], slots[kept]] >= ROUNDED
+            marks = cache._pools[group].rounded(ids[kept])[np.arange(len(kept)), slots[kept]]
+            assert (is_rounded == marks).all()
+            assert node.namespace != EXACT_NAMESPACE or not is_rounded.any()
+            num_marked += int(np.count_nonzero(is_rounded))
+    return num_marked
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 40)])
+def test_engines_that_round_and_that_do_not_share_a_folder_and_give_nobody_the_others_kv(tmp_path, windows):
+    marked: list[int] = []
+    random_traffic(0, tmp_path, windows, (ToyCodec(), None), after=lambda engine: marked.append(assert_marked(engine)))
+    assert max(marked) > 0
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 24), (40,)])

@@ -26,6 +26,8 @@ from spolia.tiers import FetchPolicy, Tier, TierUse
 
 VOCAB_SIZE = 257
 EOS = 256
+ROUNDED = 1 << 16
+"""Set in the token of a slot whose content `ToyCodec` has brought back."""
 _SLOT = np.dtype([("token", "<i4"), ("position", "<i4")])
 
 
@@ -129,7 +131,24 @@ class ToyExecutable:
         positions = np.arange(start, stop, dtype=np.int32)
         slots = pool[table[positions // BLOCK_SIZE], positions % BLOCK_SIZE]
         assert (slots["position"] == positions).all(), "a slot holds another position's KV"
-        return slots["token"]
+        return slots["token"] & (ROUNDED - 1)
+
+
+class ToyCodec:
+    """Half the bytes, and nothing lost: a toy's KV must be right. A bit beside each token tells what came from here."""
+
+    name = "int8"
+
+    def payload_bytes(self, group: int) -> int:
+        return BLOCK_SIZE * _SLOT.itemsize // 2
+
+    def encode(self, group: int, block: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        return block.view("<i4").astype("<i2").view(np.uint8)
+
+    def decode(self, group: int, payload: NDArray[np.uint8], block: NDArray[np.uint8]) -> None:
+        slots = payload.view("<i2").astype("<i4").view(_SLOT)
+        slots["token"] |= ROUNDED
+        block[:] = slots.view(np.uint8)
 
 
 class ByteTokenizer:
@@ -188,6 +207,7 @@ def toy_engine(
     fetch: FetchPolicy = "wait",
     fetch_timeout_s: float = 1.0,
     clock: Callable[[], float] | None = None,
+    codec: ToyCodec | None = None,
 ) -> Engine:
     """An engine on the toy, with the cache checked after each step."""
     executable = executable or ToyExecutable(windows)
@@ -198,7 +218,7 @@ def toy_engine(
     groups = [GroupSpec(n, window) for n, window in zip(counts, windows, strict=True)]
     uses = [tier if isinstance(tier, TierUse) else TierUse(tier) for tier in tiers]
     cache, tiering = build_cache(
-        groups, pools, uses, layout="toy", clock=clock, fetch=fetch, fetch_timeout_s=fetch_timeout_s
+        groups, pools, uses, layout="toy", codec=codec, clock=clock, fetch=fetch, fetch_timeout_s=fetch_timeout_s
     )
     tokenizer = ByteTokenizer()
     core = EngineCore(
@@ -216,13 +236,15 @@ def toy_engine(
         check=True,
     )
     fitting = max((n for n in range(max_context) if cache.fits(n, max_batch_tokens)), default=0) + 1
+    owner = {"model": "toy"} if codec is None else {"model": "toy", "codec": codec.name}
     admission = Admission(
         tokenizer=tokenizer,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset(eos_token_ids),
         max_context=max_context,
         fitting_tokens=fitting,
-        namespace=lambda salt: namespace_key(model="toy", salt=salt),
+        namespace=lambda salt: namespace_key(**owner, salt=salt),
+        exact_namespace=None if codec is None else lambda salt: namespace_key(model="toy", salt=salt),
         clock=clock,
         processors=processors or {},
     )

@@ -13,9 +13,34 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.toy import ToyCodec
 from spolia.engine import MissReason
+from spolia.tiers import FolderBackend, Tier
 
 from .harness import ChattyToy, Pace, PlainTemplate, chatty_engine, metric, serving
+
+
+def test_what_a_tier_kept_in_fewer_bits_is_told_in_usage_explanation_and_metrics(tmp_path):
+    def engine():
+        return chatty_engine(tiers=[Tier("disk", FolderBackend(tmp_path), stall_s=60)], codec=ToyCodec())
+
+    body = {"model": "toy", "prompt": "a" * 100, "max_tokens": 4, "temperature": 0}
+    first = engine()
+    with serving({"toy": first}) as url:
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+    asyncio.run(first.aclose())
+    second = engine()
+    with serving({"toy": second}) as url:
+        client = Client(url)
+        choice = client.complete(body["prompt"])
+        assert choice["num_rounded_tokens"] == {"int8": 96}
+        usage = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 99, "rounded_tokens": {"int8": 96}}
+        assert metric(url, "spolia_rounded_tokens_total", kind="int8") == 2 * 96
+        assert client.complete(body["prompt"], exact_kv=True)["num_cached_tokens"] == 0
+        usage = httpx.post(f"{url}/v1/completions", json={**body, "exact_kv": True}, timeout=60).json()["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 99}
+    asyncio.run(second.aclose())
 
 
 class Client:

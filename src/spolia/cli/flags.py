@@ -34,6 +34,7 @@ __all__ = [
     "KvFetchFlag",
     "KvHostFlag",
     "KvMemoryFlag",
+    "KvOffloadDtypeFlag",
     "KvPolicyFlag",
     "KvRemoteFlag",
     "KvTtlFlag",
@@ -162,6 +163,15 @@ KvWriteFlag = Annotated[
         "selective (when two requests have used it).",
     ),
 ]
+KvOffloadDtypeFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-offload-dtype",
+        metavar="TYPE",
+        help="How host, disk and remote keep KV: exact (default), or smaller and not quite what was computed: int8 "
+        "(half the bytes), int4 (a third). Answers tell how many tokens that was.",
+    ),
+]
 KvFetchFlag = Annotated[
     str | None,
     typer.Option(
@@ -280,6 +290,7 @@ class EngineFlags:
     kv_ttl_s: float | None = None
     kv_encrypt: str | None = None
     kv_host: int | None = None
+    kv_offload_dtype: str | None = None
     kv_write: str | None = None
     kv_fetch: str | None = None
     num_threads: int | None = None

@@ -54,7 +54,8 @@ def figures(output: RequestOutput, total_s: float) -> str:
     num_tokens = len(output.token_ids)
     first_s = output.timings.first_token_s or total_s
     restored = "".join(f", {count} from {tier}" for tier, count in output.num_restored_tokens.items())
-    reused = f"{output.num_cached_tokens} reused{restored}"
+    rounded = "".join(f", {count} of them kept in {kind}" for kind, count in output.num_rounded_tokens.items())
+    reused = f"{output.num_cached_tokens} reused{restored}{rounded}"
     parts = [f"{len(output.prompt_token_ids)} tokens in, {reused}", f"{num_tokens} out"]
     if num_tokens > 1 and total_s > first_s:
         parts.append(f"{(num_tokens - 1) / (total_s - first_s):.0f} tok/s")

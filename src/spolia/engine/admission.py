@@ -38,6 +38,7 @@ class Admission:
         max_context: most tokens of prompt and answer.
         fitting_tokens: most tokens of prompt and answer for which the pools, when empty, have blocks.
         namespace: the namespace of a cache salt.
+        exact_namespace: that of requests which want exact KV; None: the same.
         processors: makers of logits processors, by the names that requests may use.
         vocabulary: what constraints on text are made from.
     """
@@ -49,6 +50,7 @@ class Admission:
     fitting_tokens: int
     namespace: Callable[[str], bytes]
     clock: Callable[[], float]
+    exact_namespace: Callable[[str], bytes] | None = None
     processors: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     vocabulary: Vocabulary = field(init=False)
 
@@ -97,13 +99,17 @@ class Admission:
                 param="stop_token_ids",
             )
         max_tokens = self._max_tokens(len(token_ids), params)
+        namespace_of = self.namespace
+        if params.exact_kv and self.exact_namespace is not None:
+            namespace_of = self.exact_namespace
         return Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=token_ids,
             params=params,
             max_tokens=max_tokens,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
-            namespace=self.namespace(cache_salt),
+            namespace=namespace_of(cache_salt),
+            is_exact=params.exact_kv or self.exact_namespace is None,
             final_ids=final_ids,
             pipeline=build_pipeline(
                 params, self.vocabulary, max_tokens=max_tokens, known=self.processors, first=healing

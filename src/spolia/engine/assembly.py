@@ -18,7 +18,7 @@ from spolia.engine.memory import default_num_threads, split_blocks
 from spolia.engine.storage import build_cache, open_tiers
 from spolia.errors import InvalidRequest
 from spolia.generation import import_processor
-from spolia.kernels import BLOCK_SIZE, allocate_pool, get_backend
+from spolia.kernels import BLOCK_SIZE, KvCodec, allocate_pool, get_backend
 from spolia.kvcache import GroupSpec, KVCache, make_policy, namespace_key
 from spolia.models import Model, Tokenizer, load
 
@@ -88,12 +88,14 @@ def build_engine(
     executable.bind_kv(pools)
     groups = [GroupSpec(count, window) for count, window in zip(num_blocks, windows, strict=True)]
     layout = f"{executable.numerics}/{config.kv_dtype}"
+    codec = None if config.kv_offload_dtype == "exact" else KvCodec(program, executable, config.kv_offload_dtype)
     uses, config = open_tiers(config)
     cache, tiering = build_cache(
         groups,
         pools,
         uses,
         layout=layout,
+        codec=codec,
         clock=clock,
         policy=policy,
         fetch=config.kv_fetch,
@@ -128,13 +130,16 @@ def build_engine(
         "numerics": executable.numerics,
         "engine_salt": config.cache_salt,
     }
+    # What was rounded in a tier is nobody's who asked for exact KV, and the other way round.
+    usual = owner if codec is None else {**owner, "kv_offload_dtype": codec.name}
     admission = Admission(
         tokenizer=model.tokenizer,
         vocab_size=executable.vocab_size,
         eos_token_ids=model.eos_token_ids,
         max_context=max_context,
         fitting_tokens=fitting_tokens,
-        namespace=lambda salt: namespace_key(**owner, salt=salt),
+        namespace=lambda salt: namespace_key(**usual, salt=salt),
+        exact_namespace=None if codec is None else lambda salt: namespace_key(**owner, salt=salt),
         clock=clock,
         processors={
             name: import_processor(path) for name, _, path in (entry.partition("=") for entry in config.processors)
@@ -147,7 +152,7 @@ def build_engine(
         max_sequences=max_sequences,
         kv_memory=sum(count * size for count, size in zip(num_blocks, block_bytes, strict=True)),
     )
-    facts = {**owner, "engine_salt": "", "version": __version__}  # the salt decides who shares, not what is answered
+    facts = {**usual, "engine_salt": "", "version": __version__}  # the salt decides who shares, not what is answered
     fingerprint = f"spolia-{namespace_key(**facts).hex()[:16]}"
     return Engine(model=model, config=resolved, admission=admission, core=core, fingerprint=fingerprint)
 

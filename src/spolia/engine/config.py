@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from spolia.errors import InvalidRequest
-from spolia.kernels import BACKENDS, KvDtype
+from spolia.kernels import BACKENDS, KvDtype, KvRounding
 from spolia.tiers import FetchPolicy, WritePolicy
 
 __all__ = ["EngineConfig"]
@@ -40,6 +40,8 @@ class EngineConfig:
             "package.module:Class" of a `tiers.StorageBackend`; None: none.
         kv_encrypt: where the key is that extents are sealed with, "file:PATH" or "env:NAME"; None: only checksums.
         kv_host: bytes of memory for KV that the pools had to give up; None: none.
+        kv_offload_dtype: how blocks are kept in host, disk and remote: "exact", or in fewer bits, "int8" or "int4".
+            What comes back from fewer bits is not quite what was computed; answers tell how many tokens that was.
         kv_write: when blocks are written below memory: "write_through" (as they are computed), "write_back" (when they
             have to leave memory), "selective" (when they have served `kv_min_uses` requests).
         kv_min_uses: see `kv_write`.
@@ -69,6 +71,7 @@ class EngineConfig:
     kv_remote: str | None = None
     kv_encrypt: str | None = None
     kv_host: int | None = None
+    kv_offload_dtype: Literal["exact"] | KvRounding = "exact"
     kv_write: WritePolicy = "write_through"
     kv_min_uses: int = 2
     kv_fetch: FetchPolicy = "planned"
@@ -84,7 +87,11 @@ class EngineConfig:
             raise InvalidRequest(
                 f"kv_dtype is {self.kv_dtype!r}; it must be one of {', '.join(get_args(KvDtype))}", param="kv_dtype"
             )
-        for name, allowed in (("kv_write", get_args(WritePolicy)), ("kv_fetch", get_args(FetchPolicy))):
+        for name, allowed in (
+            ("kv_offload_dtype", ("exact", *get_args(KvRounding))),
+            ("kv_write", get_args(WritePolicy)),
+            ("kv_fetch", get_args(FetchPolicy)),
+        ):
             if getattr(self, name) not in allowed:
                 raise InvalidRequest(
                     f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}", param=name

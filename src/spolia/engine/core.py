@@ -111,6 +111,7 @@ class EngineCore:
         self._num_prompt = self._num_cached = 0
         self._num_finished: Counter[str] = Counter()
         self._num_restored: Counter[str] = Counter()
+        self._num_rounded: Counter[str] = Counter()
         self._stats = self._snapshot()
 
     def set_max_batch_tokens(self, max_batch_tokens: int) -> None:
@@ -252,6 +253,8 @@ class EngineCore:
                 sequence.explanation = hit.explanation
                 if self._tiering is not None:
                     self._tiering.start(sequence)
+                    sequence.num_rounded_tokens = self._tiering.num_rounded_tokens(sequence, start)
+                    self._num_rounded.update(sequence.num_rounded_tokens)
                 sequence.note_start(start, now_s)
                 self._num_prompt += sequence.num_prompt_tokens
                 self._num_cached += start
@@ -430,6 +433,7 @@ class EngineCore:
                 num_preemptions=self._num_preemptions,
                 num_finished=dict(self._num_finished),
                 num_restored_tokens=dict(self._num_restored),
+                num_rounded_tokens=dict(self._num_rounded),
                 num_lost_blocks=0 if self._tiering is None else self._tiering.num_lost_blocks,
             ),
             ledger=tuple(self.cache.ledger()),

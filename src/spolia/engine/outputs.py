@@ -45,6 +45,8 @@ class RequestOutput:
             own end-of-text token.
         num_cached_tokens: prompt tokens whose KV was reused.
         num_restored_tokens: of those, by tier, the ones that were brought up from there for this request.
+        num_rounded_tokens: of the cached ones, by type ("int8", "int4"), those whose KV was kept in a tier in so few
+            bits (`kv_offload_dtype`), for this request or an earlier one. It is not quite what was computed.
         explanation: why the other prompt tokens were not; None if the request was aborted before it was looked up.
         num_truncated_tokens: dropped from the prompt, which was too long; 0 unless that was asked for.
         prompt_logprobs: where asked for, one entry a prompt token from the second on: nothing comes before the first.
@@ -74,6 +76,7 @@ class RequestOutput:
     namespace: bytes = b""
     outcome: Outcome = Outcome.TURN
     ranges: tuple[TokenRange, ...] = ()
+    num_rounded_tokens: Mapping[str, int] = field(default_factory=dict)
     evicted_age_s: float | None = None
     num_truncated_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -130,6 +133,7 @@ class Counters:
         num_prompt_tokens: prompt tokens of requests that were looked up in the cache.
         num_cached_tokens: of those, reused.
         num_restored_tokens: of those, brought up from another tier, by tier.
+        num_rounded_tokens: of the cached ones, those with KV that was kept in fewer bits, by type.
         num_lost_blocks: evicted before they could be copied to a tier that was to have them.
         num_computed_tokens: tokens that went through the model, `num_recomputed_tokens` included.
         num_recomputed_tokens: computed a second time because their KV was evicted while their sequence was preempted.
@@ -146,6 +150,7 @@ class Counters:
     num_preemptions: int = 0
     num_finished: Mapping[str, int]
     num_restored_tokens: Mapping[str, int] = field(default_factory=dict)
+    num_rounded_tokens: Mapping[str, int] = field(default_factory=dict)
     num_lost_blocks: int = 0
 
 

@@ -53,6 +53,7 @@ class Request:
         namespace: who may share its KV.
         final_ids: generating one of these ends the answer.
         arrival_s: when it was submitted, by the engine's clock.
+        is_exact: all KV that it uses is as it was computed; where it is not so, some may have been rounded in a tier.
         wishes: how long its KV is worth keeping, by token range.
         tenant: who it is for.
         stop_pattern: ends the answer where its text first matches.
@@ -69,6 +70,7 @@ class Request:
     namespace: bytes
     final_ids: frozenset[int]
     arrival_s: float
+    is_exact: bool = True
     wishes: tuple[Wish, ...] = ()
     tenant: Tenant = Tenant()  # noqa: RUF009 - frozen
     pipeline: Pipeline | None = None
@@ -110,6 +112,7 @@ class Sequence:
         chain: names of its whole blocks in other tiers; None as long as nobody asked.
         restored: (start, stop, tier) of tokens whose KV was brought up from a tier for it.
         num_restored_tokens: by tier, those of them that it found when it started.
+        num_rounded_tokens: prompt tokens that it found with KV which had been kept in fewer bits, by the kind of these.
     """
 
     __slots__ = (
@@ -129,6 +132,7 @@ class Sequence:
         "num_passed_over",
         "num_prompt_tokens",
         "num_restored_tokens",
+        "num_rounded_tokens",
         "num_scored",
         "num_shared_tokens",
         "num_slots",
@@ -171,6 +175,7 @@ class Sequence:
         self.chain: KeyChain | None = None
         self.restored: list[tuple[int, int, str]] = []
         self.num_restored_tokens: dict[str, int] = {}
+        self.num_rounded_tokens: dict[str, int] = {}
         self.explanation: Explanation | None = None
         self.first_step_s: float | None = None
         self.restored_s: float | None = None
@@ -331,6 +336,7 @@ class Sequence:
             stop_reason=self.stop_reason,
             num_cached_tokens=self.num_cached_tokens,
             num_restored_tokens=self.num_restored_tokens,
+            num_rounded_tokens=self.num_rounded_tokens,
             explanation=self.explanation,
             seed=self.request.seed,
             num_truncated_tokens=self.request.num_truncated_tokens,

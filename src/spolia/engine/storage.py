@@ -15,6 +15,8 @@ from spolia.kvcache import GroupSpec, KVCache, RetentionPolicy
 from spolia.tiers import (
     AesGcm,
     Checksum,
+    Codec,
+    Encoding,
     FetchPolicy,
     FolderBackend,
     HostBackend,
@@ -22,7 +24,6 @@ from spolia.tiers import (
     Sealer,
     Tier,
     TierUse,
-    header_bytes,
     open_remote,
     read_key,
 )
@@ -69,6 +70,7 @@ def build_cache(
     uses: Sequence[TierUse],
     *,
     layout: str,
+    codec: Codec | None = None,
     clock: Callable[[], float],
     policy: RetentionPolicy | None = None,
     fetch: FetchPolicy = "planned",
@@ -78,14 +80,18 @@ def build_cache(
 
     Args:
         layout: how the bytes of a block are arranged and computed.
+        codec: how requests that do not ask for exact KV have theirs written to tiers; None: as it is.
     """
-    block_bytes = [pool.shape[1] for pool in pools]
-    mover = Mover([use.tier for use in uses], block_bytes=block_bytes, num_header_bytes=header_bytes(layout))
+    block_bytes = tuple(pool.shape[1] for pool in pools)
+    exact = Encoding(layout, block_bytes)
+    usual = exact if codec is None else Encoding(f"{layout}/{codec.name}", block_bytes, codec)
+    encodings = (exact, usual)
+    mover = Mover([use.tier for use in uses], encodings=encodings)
     _chain_down(uses, mover)
-    offloader = Offloader(pools, mover, uses)
+    offloader = Offloader(pools, mover, uses, encodings)
     cache = KVCache(groups, clock=clock, policy=policy, on_evict=offloader.on_evict)
     tiering = Tiering(
-        cache, pools, mover, offloader, uses, layout=layout, clock=clock, fetch=fetch, timeout_s=fetch_timeout_s
+        cache, pools, mover, offloader, uses, encodings=encodings, clock=clock, fetch=fetch, timeout_s=fetch_timeout_s
     )
     return cache, tiering
 

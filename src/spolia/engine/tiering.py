@@ -27,6 +27,7 @@ from spolia.kernels import BLOCK_SIZE
 from spolia.kvcache import KVCache, Lease, Tag
 from spolia.tiers import (
     BlockRun,
+    Encoding,
     ExtentHeader,
     FetchPolicy,
     KeyChain,
@@ -38,6 +39,7 @@ from spolia.tiers import (
     TierUse,
     block_key,
     key_of,
+    layout_of,
 )
 
 __all__ = ["Offloader", "Tiering"]
@@ -67,10 +69,14 @@ class Offloader:
     Args:
         pools: uint8 `[num_blocks, block_bytes]` a group.
         uses: the tiers, the fastest first.
+        encodings: how blocks are written; a tag, which is an extent's header, names its own.
     """
 
-    def __init__(self, pools: Seq[NDArray[np.uint8]], mover: Mover, uses: Seq[TierUse]) -> None:
+    def __init__(
+        self, pools: Seq[NDArray[np.uint8]], mover: Mover, uses: Seq[TierUse], encodings: Seq[Encoding]
+    ) -> None:
         self._pools = pools
+        self._encodings = {encoding.layout: encoding for encoding in encodings}
         self._mover = mover
         self._write_through: list[Tier] = []
         self._write_back: list[Tier] = []
@@ -149,7 +155,9 @@ class Offloader:
         """To a tier, if it lacks the block; False if there was no room. A tier that is down gets nothing."""
         if self._mover.has(tier, key_of(tag)):
             return True
-        return tier.is_usable and self._mover.store(tier, tag, group, self._pools[group][block_id])
+        if not tier.is_usable:
+            return False
+        return self._mover.store(tier, tag, group, self._pools[group][block_id], self._encodings[layout_of(tag)])
 
 
 @dataclass(slots=True)
@@ -179,7 +187,7 @@ class Tiering:
     Args:
         pools: the cache's, uint8 `[num_blocks, block_bytes]` a group.
         uses: the tiers, the fastest first.
-        layout: of a block's bytes, in words.
+        encodings: how blocks are written: those of requests that want exact KV, and those of the others.
         clock: seconds; only differences matter.
         fetch: who waits for a restore.
         timeout_s: how long at most, if `fetch` is "timeout".
@@ -193,7 +201,7 @@ class Tiering:
         offloader: Offloader,
         uses: Seq[TierUse],
         *,
-        layout: str,
+        encodings: tuple[Encoding, Encoding],
         clock: Callable[[], float],
         fetch: FetchPolicy = "planned",
         timeout_s: float = 1.0,
@@ -202,14 +210,13 @@ class Tiering:
         self._pools = pools
         self._mover = mover
         self._offloader = offloader
-        self._layout = layout
+        self._exact, self._usual = encodings
         self._clock = clock
         self._fetch: FetchPolicy = fetch
         self._timeout_s = timeout_s
         self._uses = list(uses)
         self._held: dict[str, _Held] = {}  # by request, in order of arrival
         self._planner = Planner(clock)
-        self._block_bytes = sum(pool.shape[1] for pool in pools)
         if fetch == "planned":
             mover.is_worth = self._is_worth
 
@@ -295,7 +302,7 @@ class Tiering:
             self._cache.commit(lease, sequence.uncommitted_ids)
             return
         start, stop = lease.num_computed_tokens, sequence.num_computed_tokens
-        self._commit(lease, self._chain(sequence), sequence.token_ids, start, stop)
+        self._commit(lease, sequence, sequence.token_ids, start, stop)
 
     def finish(self, sequence: Sequence) -> None:
         """It is about to let go of its lease. Whatever of it is not below yet gets in line; all of it was just used."""
@@ -332,7 +339,7 @@ class Tiering:
         chain.extend(ids)
         restore = None
         if not self._is_on_its_way(chain.digests[first]):
-            restore = self._mover.fetch(chain.digests[first:stop], first)
+            restore = self._mover.fetch(chain.digests[first:stop], first, self._encoding(sequence))
         now_s = self._clock()
         is_free = self._fetch == "best_effort"
         if not is_free or restore is not None:
@@ -343,6 +350,14 @@ class Tiering:
         """Its turn has come: what is still on its way is no longer wanted."""
         if sequence.request.request_id in self._held:
             self._let_go(self._held[sequence.request.request_id])
+
+    def num_rounded_tokens(self, sequence: Sequence, num_tokens: int) -> dict[str, int]:
+        """How many of its first tokens have KV that was kept in fewer bits, by the kind of these; {} if none has."""
+        codec = self._encoding(sequence).codec
+        if codec is None or sequence.lease is None:
+            return {}
+        num_rounded = self._cache.num_rounded_tokens(sequence.lease, num_tokens)
+        return {codec.name: num_rounded} if num_rounded else {}
 
     def poll(self, *, is_busy: bool) -> list[Sequence]:
         """Take in what arrived, send down what waits; the sequences that need to wait no longer.
@@ -416,9 +431,11 @@ class Tiering:
     def _keys(self, digests: Seq[bytes]) -> list[bytes]:
         return [block_key(digest, group) for digest in digests for group in range(len(self._pools))]
 
-    def _is_worth(self, tier: Tier, num_blocks: int) -> bool:
+    def _encoding(self, sequence: Sequence) -> Encoding:
+        return self._exact if sequence.request.is_exact else self._usual
+
+    def _is_worth(self, tier: Tier, num_blocks: int, num_bytes: int) -> bool:
         """Whether to read so many blocks. Any thread."""
-        num_bytes = num_blocks * self._block_bytes
         return self._planner.is_worth(tier.name, num_blocks * BLOCK_SIZE, num_bytes, tier.read_bytes_per_s)
 
     def _deadline_s(self, held: _Held) -> float:
@@ -477,15 +494,18 @@ class Tiering:
                 payloads = islice(run.payloads[group], first_block - run.first_block, None)
                 for block_id, payload in zip(table[first_block:stop_block].tolist(), payloads, strict=True):
                     pool[block_id] = payload
-            self._commit(lease, self._chain(sequence), ids, start, stop)
+                if run.is_rounded:
+                    self._cache.mark_rounded(group, table[first_block:stop_block])
+            self._commit(lease, sequence, ids, start, stop)
         sequence.restored.append((start, stop, run.tier))
         tier = next((use.tier for use in self._uses if use.is_exclusive and use.tier.name == run.tier), None)
-        if tier is not None:  # the pools have it now, and give it back when it is evicted
+        if tier is not None and not run.is_rounded:  # the pools have it now, and give it back when it is evicted
             digests = self._chain(sequence).digests[run.first_block : stop_block]
             self._mover.discard(tier, self._keys(digests))
         return True
 
-    def _commit(self, lease: Lease, chain: KeyChain, token_ids: NDArray[np.int32], start: int, stop: int) -> None:
+    def _commit(self, lease: Lease, sequence: Sequence, token_ids: NDArray[np.int32], start: int, stop: int) -> None:
+        chain, encoding = self._chain(sequence), self._encoding(sequence)
         first, last = start // BLOCK_SIZE, stop // BLOCK_SIZE
         if first == last:
             self._cache.commit(lease, token_ids[start:stop])
@@ -497,11 +517,13 @@ class Tiering:
             # Blocks may have been exchanged for equal ones; those that slid out of a window are the ones written.
             now = lease.block_table(group)[first:last]
             block_ids = np.where(now >= 0, now, before)
-            tags = [self._header(chain, index, group, token_ids).encode() for index in range(first, last)]
+            tags = [self._header(chain, encoding, index, group, token_ids).encode() for index in range(first, last)]
             self._cache.tag(group, block_ids, tags)
             self._offloader.note_committed(group, block_ids, tags)
 
-    def _header(self, chain: KeyChain, index: int, group: int, token_ids: NDArray[np.int32]) -> ExtentHeader:
+    def _header(
+        self, chain: KeyChain, encoding: Encoding, index: int, group: int, token_ids: NDArray[np.int32]
+    ) -> ExtentHeader:
         start = index * BLOCK_SIZE
         return ExtentHeader(
             namespace=chain.namespace,
@@ -510,6 +532,6 @@ class Tiering:
             group=group,
             start=start,
             token_ids=token_ids[start : start + BLOCK_SIZE].astype("<i4").tobytes(),
-            layout=self._layout,
-            payload_bytes=self._pools[group].shape[1],
+            layout=encoding.layout,
+            payload_bytes=encoding.payload_bytes[group],
         )

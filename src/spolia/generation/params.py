@@ -82,7 +82,7 @@ _OPTIONAL_INTEGERS = {
 }
 _BOOLS = (
     *("ignore_eos", "include_stop_str_in_output", "remove_invalid_values", "renormalize_logits", "token_healing"),
-    "skip_special_tokens",
+    *("skip_special_tokens", "exact_kv"),
 )
 _TRUNCATIONS = ("none", "head", "middle")
 
@@ -122,6 +122,7 @@ class SamplingParams:
         thinking_budget: most tokens between `reasoning_tags`; then the closing tag is forced.
         include_stop_str_in_output: keep the stop string, or the stop id's text, at the end of the text.
         skip_special_tokens: leave special tokens, such as marks of tool calls in some models, out of the text.
+        exact_kv: use no KV that was kept in fewer bits, where the engine does that (`kv_offload_dtype`).
 
         repetition_penalty: tokens of prompt and answer have their logits divided by it (multiplied if negative).
         presence_penalty: subtracted from the logit of each token that the answer has.
@@ -196,6 +197,7 @@ class SamplingParams:
     reasoning_tags: tuple[str, str] = ("<think>", "</think>")
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    exact_kv: bool = False
 
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0

@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.kernels import quants
+from spolia.kernels.kv_codec import KvCodec, KvRounding
 from spolia.kernels.program import *  # noqa: F403 - its __all__ is the room's
 from spolia.kernels.program import Backend, Executable, KvDtype, Program
 from spolia.kernels.program import __all__ as _program_all
 
-__all__ = [*_program_all, "BACKENDS", "allocate_pool", "get_backend", "quants"]
+__all__ = [*_program_all, "BACKENDS", "KvCodec", "KvRounding", "allocate_pool", "get_backend", "quants"]
 
 
 def _cpu(program: Program, *, kv_dtype: KvDtype, num_threads: int) -> Executable:

@@ -439,6 +439,12 @@ class Executable(Protocol):
     def bind_kv(self, pools: Sequence[NDArray[np.uint8]]) -> None:
         """Use these pools, one uint8 `[num_blocks, block_bytes(group)]` a group, until the next call; kept alive."""
 
+    def load_kv(self, group: int, block: NDArray[np.uint8]) -> list[NDArray[np.float32]]:
+        """A block's values by layer, float32 `[2, num_kv_heads, 16, head_dim]`: K, then V. Any thread may call."""
+
+    def store_kv(self, group: int, layers: list[NDArray[np.float32]], block: NDArray[np.uint8]) -> None:
+        """Write a block, rounding to `kv_dtype`. Any thread may call."""
+
     def run(
         self, step: StepInputs, logits: NDArray[np.float32] | None, hidden: NDArray[np.float32] | None = None
     ) -> None:

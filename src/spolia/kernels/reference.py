@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.kernels import quants
+from spolia.kernels.kv_types import STORAGE, to_float32, to_storage
 from spolia.kernels.program import (
     BLOCK_SIZE,
     Activation,
@@ -43,7 +44,6 @@ __all__ = ["ReferenceExecutable", "activate", "attend", "layer_norm", "quantize_
 
 Floats = NDArray[np.float32]
 
-_KV_STORAGE: dict[KvDtype, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 _FLOAT_TYPES = ("F32", "F16", "BF16")
 
 
@@ -181,6 +181,16 @@ class ReferenceExecutable:
             raise ValueError(f"pools with blocks of {found} bytes, expected {expected}")
         self._pools = tuple(pools)
 
+    def load_kv(self, group: int, block: NDArray[np.uint8]) -> list[Floats]:
+        return [
+            np.ascontiguousarray(to_float32(part, self._kv_dtype).transpose(0, 2, 1, 3))
+            for part in self._layer_parts(group, block)
+        ]
+
+    def store_kv(self, group: int, layers: list[Floats], block: NDArray[np.uint8]) -> None:
+        for part, kv in zip(self._layer_parts(group, block), layers, strict=True):
+            part[:] = to_storage(kv.transpose(0, 2, 1, 3), self._kv_dtype)
+
     def run(
         self, step: StepInputs, logits: NDArray[np.float32] | None, hidden: NDArray[np.float32] | None = None
     ) -> None:
@@ -246,10 +256,12 @@ class ReferenceExecutable:
             positions = step.positions[rows]
             for i, new in ((0, k), (1, v)):
                 heads = new[rows].reshape(-1, layer.num_kv_heads, layer.head_dim)
-                kv[table[positions // BLOCK_SIZE], i, positions % BLOCK_SIZE] = self._store(heads)
+                kv[table[positions // BLOCK_SIZE], i, positions % BLOCK_SIZE] = to_storage(heads, self._kv_dtype)
             begin = 0 if layer.window is None else max(0, int(positions[0]) - layer.window + 1)
             past = np.arange(begin, positions[-1] + 1, dtype=np.int32)
-            keys, values = (self._load(kv[table[past // BLOCK_SIZE], i, past % BLOCK_SIZE]) for i in (0, 1))
+            keys, values = (
+                to_float32(kv[table[past // BLOCK_SIZE], i, past % BLOCK_SIZE], self._kv_dtype) for i in (0, 1)
+            )
             heads = q[rows].reshape(-1, op.num_heads, layer.head_dim)
             result = attend(
                 heads, keys, values, positions, past, scale=op.scale, softcap=op.softcap, window=layer.window
@@ -264,23 +276,22 @@ class ReferenceExecutable:
         before = [i for i in self._program.cache_groups[group].layers if i < layer]
         begin = sum(self._layer_bytes(i) for i in before)
         part = self._pools[group][:, begin : begin + self._layer_bytes(layer)]
-        return part.view(_KV_STORAGE[self._kv_dtype]).reshape(-1, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+        return part.view(STORAGE[self._kv_dtype]).reshape(-1, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+
+    def _layer_parts(self, group: int, block: NDArray[np.uint8]) -> list[NDArray[np.generic]]:
+        """Views `[2, 16, num_kv_heads, head_dim]` of one block of a group, by layer."""
+        views, begin = [], 0
+        for layer in self._program.cache_groups[group].layers:
+            shape, end = self._program.cache_layers[layer], begin + self._layer_bytes(layer)
+            part = block[begin:end].view(STORAGE[self._kv_dtype])
+            views.append(part.reshape(2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim))
+            begin = end
+        return views
 
     def _layer_bytes(self, layer: int) -> int:
         shape = self._program.cache_layers[layer]
-        item_bytes = np.dtype(_KV_STORAGE[self._kv_dtype]).itemsize
+        item_bytes = np.dtype(STORAGE[self._kv_dtype]).itemsize
         return 2 * BLOCK_SIZE * shape.num_kv_heads * shape.head_dim * item_bytes
-
-    def _store(self, x: Floats) -> NDArray[np.generic]:
-        if self._kv_dtype == "bf16":
-            bits = np.ascontiguousarray(x).view(np.uint32)
-            return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-        return x.astype(_KV_STORAGE[self._kv_dtype])
-
-    def _load(self, stored: NDArray[np.generic]) -> Floats:
-        if self._kv_dtype == "bf16":
-            return (stored.astype(np.uint32) << 16).view(np.float32)
-        return stored.astype(np.float32)
 
     def _dequantize(self, weight: Weight) -> Floats:
         key = (weight.data.ctypes.data, weight.shape)

@@ -53,7 +53,7 @@ class BlockPool:
     Every method takes an array of distinct ids and costs a few passes of numpy over it.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.num_cached = 0
@@ -61,6 +61,7 @@ class BlockPool:
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack: [0, num_free) are the free ids
         self._holders = np.zeros(num_blocks, np.int64)
         self._tags: NDArray[np.object_] = np.full(num_blocks, None, object)
+        self._rounded = np.zeros((num_blocks, block_size), np.bool_)  # by slot
 
     def take(self, count: int) -> Ids | None:
         """Lease `count` free blocks; None, taking nothing, if fewer are free."""
@@ -71,6 +72,7 @@ class BlockPool:
         ids = self._free[self.num_free : self.num_free + count][::-1].copy()
         self._holders[ids] = 1
         self._tags[ids] = None
+        self._rounded[ids] = False
         return ids
 
     def hold(self, ids: Ids) -> None:
@@ -131,6 +133,22 @@ class BlockPool:
         """Each block's tag; None: nobody has written one since it was taken."""
         tags: list[Tag | None] = self._tags[ids].tolist()
         return tags
+
+    def mark_rounded(self, ids: Ids) -> None:
+        """Note that these blocks' content is not quite what was computed; forgotten when a block is taken anew."""
+        self._rounded[ids] = True
+
+    def copy_marks(self, source: int, target: int, num_tokens: int) -> None:
+        """The first tokens of one block were copied to another: what is known of them holds there, too."""
+        self._rounded[target, :num_tokens] = self._rounded[source, :num_tokens]
+
+    def unmark(self, block_id: int, first_slot: int) -> None:
+        """The slots from `first_slot` on will be written anew."""
+        self._rounded[block_id, first_slot:] = False
+
+    def rounded(self, ids: Ids) -> NDArray[np.bool_]:
+        """bool `[len(ids), block_size]`: whether each slot's content is not quite what was computed."""
+        return self._rounded[ids]
 
     def states(self) -> NDArray[np.uint8]:
         """By block: 0 free, 1 cached (only the tree holds it), 2 leased."""

@@ -96,7 +96,7 @@ class KVCache:
         self.groups = tuple(groups)
         self.block_size = block_size
         self.stats = CacheStats()
-        self._pools = [BlockPool(group.num_blocks) for group in groups]
+        self._pools = [BlockPool(group.num_blocks, block_size) for group in groups]
         self._retention = Retention(policy or Lru(), clock, windows)
         self._events = EventLog(event_capacity)
         self._tree = RadixTree(self._pools, windows, block_size, self._retention, self._events)
@@ -220,7 +220,11 @@ class KVCache:
                 shared, own, ids = table.view[-1:].copy(), ids.item(0), ids[1:]
                 table.view[-1] = own
                 lease.borrowed.append((group, shared))
-                copies.append(BlockCopy(group, shared.item(), own, lease.num_computed_tokens % self.block_size))
+                num_shared = lease.num_computed_tokens % self.block_size
+                copies.append(BlockCopy(group, shared.item(), own, num_shared))
+                self._pools[group].copy_marks(shared.item(), own, num_shared)
+            elif lease.tail_is_shared:  # it became the writer of the block itself
+                self._pools[group].unmark(table.view[-1].item(), lease.num_computed_tokens % self.block_size)
             table.extend(ids)
         lease.tail_is_shared = False
         lease.num_reserved_tokens = lease.tables[0].size * self.block_size
@@ -293,6 +297,22 @@ class KVCache:
         A block that has a tag has that content, also while it is free.
         """
         return self._pools[group].tags(block_ids)
+
+    def mark_rounded(self, group: int, block_ids: Ids) -> None:
+        """The content of these blocks came back from where it was kept in fewer bits: it is nearly what was computed.
+
+        The mark goes with the content: to copies at the first write, and away when a block is taken anew.
+        """
+        self._pools[group].mark_rounded(block_ids)
+
+    def num_rounded_tokens(self, lease: Lease, num_tokens: int) -> int:
+        """How many of the first `num_tokens` tokens of a lease have KV that was rounded, in any group."""
+        num_blocks = self._tree.num_blocks(num_tokens)
+        is_rounded = np.zeros((num_blocks, self.block_size), np.bool_)
+        for group, pool in enumerate(self._pools):
+            first = lease.first_blocks[group]
+            is_rounded[first:] |= pool.rounded(lease.tables[group].view[first:num_blocks])
+        return int(np.count_nonzero(is_rounded.ravel()[:num_tokens]))
 
     # -- Around it -----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -221,6 +222,7 @@ class Answer:
             completion_tokens=sum(len(output.token_ids) for output in self.outputs.values()),
             cached_tokens=sum(output.num_cached_tokens for output in firsts),
             truncated_tokens=sum(output.num_truncated_tokens for output in firsts),
+            rounded_tokens=sum((Counter(output.num_rounded_tokens) for output in firsts), Counter()),
             moved_lines=self.num_moved_lines,
         )
 

@@ -47,6 +47,7 @@ def explain(
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
         "num_restored_tokens": dict(output.num_restored_tokens),
+        "num_rounded_tokens": dict(output.num_rounded_tokens),
     }
     if why is None:
         return Explained(output, (), facts)

@@ -174,6 +174,9 @@ class _EngineCollector(Collector):
             "num_lost_blocks": ("spolia_tier_lost_blocks", "Blocks evicted before they were written to a tier."),
             "num_preemptions": ("spolia_preemptions", "Running sequences stopped to make room."),
         }
+        rounded = CounterMetricFamily(
+            "spolia_rounded_tokens", "Cached tokens whose KV had been kept in fewer bits.", labels=["model", "kind"]
+        )
         counters = {
             field: CounterMetricFamily(*name_and_help, labels=["model"]) for field, name_and_help in totals.items()
         }
@@ -187,7 +190,9 @@ class _EngineCollector(Collector):
                     blocks.add_metric([model, str(group), state], getattr(ledger, state))
             for field, counter in counters.items():
                 counter.add_metric([model], getattr(stats.counters, field))
-        return [blocks, usage, running, waiting, *counters.values(), *self._tiers(snapshots)]
+            for kind, count in stats.counters.num_rounded_tokens.items():
+                rounded.add_metric([model, kind], count)
+        return [blocks, usage, running, waiting, rounded, *counters.values(), *self._tiers(snapshots)]
 
     def _tiers(self, snapshots: Mapping[str, EngineStats]) -> Iterable[Metric]:
         labels = ["model", "tier"]

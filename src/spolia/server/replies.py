@@ -5,6 +5,7 @@ A field that is `UNSET` is left out: what a client did not ask for costs no byte
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -39,11 +40,13 @@ __all__ = [
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     """`cached_tokens`: prompt tokens whose KV was reused, never those recomputed after a preemption.
 
-    `truncated_tokens`: dropped from a prompt that was too long, as was asked for; left out where there are none.
+    `truncated_tokens`: dropped from a prompt that was too long, as was asked for. `rounded_tokens`: of the cached ones,
+    by type, those whose KV had been kept in fewer bits (`kv_offload_dtype`). Both are left out where there are none.
     """
 
     cached_tokens: int
     truncated_tokens: int | UnsetType = UNSET
+    rounded_tokens: Mapping[str, int] | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -61,9 +64,10 @@ class Usage(msgspec.Struct, frozen=True):
         cached_tokens: int,
         truncated_tokens: int = 0,
         moved_lines: int | None = None,
+        rounded_tokens: Mapping[str, int] | None = None,
     ) -> Usage:
         total_tokens = prompt_tokens + completion_tokens
-        details = PromptTokensDetails(cached_tokens, truncated_tokens or UNSET)
+        details = PromptTokensDetails(cached_tokens, truncated_tokens or UNSET, rounded_tokens or UNSET)
         return cls(
             prompt_tokens, completion_tokens, total_tokens, details, UNSET if moved_lines is None else moved_lines
         )

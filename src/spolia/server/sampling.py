@@ -55,6 +55,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    exact_kv: bool | None = None
 
     explain_candidates: int | None = None
     prompt_logprobs: int | None = None

@@ -11,6 +11,7 @@ from .aead import AesGcm, read_key
 from .archive import Conversation, conversations, export_conversation, headers, import_conversation
 from .backend import Entry, Health, ListableBackend, StorageBackend
 from .documents import Document, DocumentFolder
+from .encoding import Codec, Encoding
 from .extent import (
     SEAL_BYTES,
     Checksum,
@@ -20,6 +21,7 @@ from .extent import (
     extent_bytes,
     header_bytes,
     key_of,
+    layout_of,
     open_extent,
 )
 from .folder import FolderBackend
@@ -40,9 +42,11 @@ __all__ = [
     "AesGcm",
     "BlockRun",
     "Checksum",
+    "Codec",
     "Conversation",
     "Document",
     "DocumentFolder",
+    "Encoding",
     "Entry",
     "ExtentError",
     "ExtentHeader",
@@ -73,6 +77,7 @@ __all__ = [
     "headers",
     "import_conversation",
     "key_of",
+    "layout_of",
     "open_extent",
     "open_remote",
     "read_key",

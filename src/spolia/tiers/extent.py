@@ -29,6 +29,7 @@ __all__ = [
     "extent_bytes",
     "header_bytes",
     "key_of",
+    "layout_of",
     "open_extent",
     "secret_at",
 ]
@@ -146,6 +147,12 @@ def secret_at(extent: memoryview) -> int:
 def key_of(header: bytes) -> bytes:
     """The key of an encoded header."""
     return block_key(header[_FIXED.size : _FIXED.size + DIGEST_BYTES], header[_GROUP_AT])
+
+
+def layout_of(header: bytes) -> str:
+    """The layout that an encoded header names."""
+    (layout_bytes,) = _FIXED.unpack_from(header)[4:5]
+    return header[_LAYOUT_AT : _LAYOUT_AT + layout_bytes].decode()
 
 
 def extent_bytes(num_header_bytes: int, payload_bytes: int) -> int:

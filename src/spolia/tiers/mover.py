@@ -1,9 +1,9 @@
 """The threads between the engine and the tiers: it hands over and collects, and never waits for them.
 
     engine thread                       one writer a tier                     readers
-    store(tier, header, block) ──copy──▶ seal, put
+    store(tier, header, block) ──copy──▶ encode, seal, put
     touch(tier, keys) ─────────────────▶ touch
-    restore = fetch(digests, ...) ─────────────────────────────────────────▶ find, read and verify, run by run
+    restore = fetch(digests, ...) ─────────────────────────────────────────▶ find, read, verify, decode
     restore.take_run() ◀───────────────────────────────────────────────────── notify
     give_back(run)
 
@@ -22,9 +22,9 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .buffers import BufferPool
+from .encoding import Bytes, Encoding
 from .extent import SEAL_BYTES, extent_bytes, key_of
 from .keys import block_key
 from .tier import Tier
@@ -42,13 +42,15 @@ class BlockRun(NamedTuple):
     """Blocks `first_block` and on, verified, from one tier.
 
     Attributes:
-        payloads: `payloads[group][i]` is the KV of block `first_block + i`.
+        payloads: `payloads[group][i]` is the KV of block `first_block + i`, as it is to lie in its pool.
+        is_rounded: it is nearly what was computed: it was kept in fewer bits.
     """
 
     first_block: int
     tier: str
-    payloads: tuple[tuple[NDArray[np.uint8], ...], ...]
-    buffers: tuple[NDArray[np.uint8], ...]
+    payloads: tuple[tuple[Bytes, ...], ...]
+    buffers: tuple[Bytes, ...]
+    is_rounded: bool
 
     @property
     def num_blocks(self) -> int:
@@ -65,8 +67,9 @@ class Restore:
     The engine's thread takes runs from it; a reader fills it. `is_done` once nothing more will arrive.
     """
 
-    def __init__(self, digests: Sequence[bytes], first_block: int) -> None:
+    def __init__(self, digests: Sequence[bytes], first_block: int, encoding: Encoding) -> None:
         self.digests = digests
+        self.encoding = encoding
         self.wanted = frozenset(digests)
         self.first_block = first_block
         self.num_found: int | None = None  # blocks that the tiers say they have; None: not yet asked
@@ -96,8 +99,24 @@ class Restore:
 
 
 class _Store(NamedTuple):
+    """An extent to be sealed and written; while `encoding` is given, one whose payload is a block yet to be encoded."""
+
     key: bytes
-    extent: NDArray[np.uint8]
+    buffer: Bytes
+    num_bytes: int
+    group: int = 0
+    encoding: Encoding | None = None
+
+    def extent(self) -> memoryview | None:
+        """Ready to be sealed; None if the block cannot be encoded."""
+        if self.encoding is None or self.encoding.codec is None:
+            return self.buffer.data[: self.num_bytes]
+        begin, size = self.encoding.num_header_bytes, self.encoding.block_bytes[self.group]
+        payload = self.encoding.codec.encode(self.group, self.buffer[begin : begin + size])
+        if payload is None:
+            return None
+        self.buffer[begin : begin + len(payload)] = payload
+        return self.buffer.data[: extent_bytes(begin, len(payload))]
 
 
 class _Touch(NamedTuple):
@@ -125,31 +144,31 @@ class Mover:
     """Moves extents between the engine's thread, which calls everything here, and `tiers`, the fastest first.
 
     Args:
-        block_bytes: size of a block of each cache group.
-        num_header_bytes: of every extent.
+        encodings: all that blocks will be written or read in, of the same pools.
         staging_bytes: memory for what waits to be written to all tiers, and as much again for what was read.
 
     Attributes:
         notify: called on threads of the mover's when something arrived or room was made.
-        is_worth: asked on a reader's thread whether so many blocks are worth reading from a tier.
+        is_worth: asked on a reader's thread whether so many blocks, of so many bytes, are worth reading from a tier.
     """
 
     def __init__(
         self,
         tiers: Sequence[Tier],
         *,
-        block_bytes: Sequence[int],
-        num_header_bytes: int,
+        encodings: Sequence[Encoding],
         staging_bytes: int = 64 << 20,
         num_readers: int = 2,
     ) -> None:
         self.tiers = tuple(tiers)
         self.notify: Callable[[], None] = lambda: None
-        self.is_worth: Callable[[Tier, int], bool] = lambda tier, num_blocks: True
-        self._num_header_bytes = num_header_bytes
-        self._extent_bytes = [extent_bytes(num_header_bytes, size) for size in block_bytes]
-        self._block_bytes = tuple(block_bytes)
-        self._run_blocks = max(1, _RUN_BYTES // max(1, sum(self._extent_bytes)))
+        self.is_worth: Callable[[Tier, int, int], bool] = lambda tier, num_blocks, num_bytes: True
+        self._block_bytes = encodings[0].block_bytes
+        # Buffers take a block as it is, or any extent.
+        self._buffer_bytes = [
+            max(extent_bytes(encoding.num_header_bytes, size) for encoding in encodings) for size in self._block_bytes
+        ]
+        self._run_blocks = max(1, _RUN_BYTES // max(1, sum(self._buffer_bytes)))
         self._reads = BufferPool(staging_bytes)
         # A tier that hangs keeps its own share and no more.
         self._share_bytes = staging_bytes // max(1, len(self.tiers))
@@ -190,19 +209,20 @@ class Mover:
 
     def has_room(self, tier: Tier, group: int) -> bool:
         """Whether `store` would take a block of this group."""
-        return self._lanes[tier.name].buffers.has_room(self._extent_bytes[group])
+        return self._lanes[tier.name].buffers.has_room(self._buffer_bytes[group])
 
-    def store(self, tier: Tier, header: bytes, group: int, block: NDArray[np.uint8]) -> bool:
-        """Copy a block and have it written; False, with nothing done, if too much waits already."""
+    def store(self, tier: Tier, header: bytes, group: int, block: Bytes, encoding: Encoding) -> bool:
+        """Copy a block and have it encoded and written; False, with nothing done, if too much waits already."""
         lane = self._lanes[tier.name]
-        buffer = lane.buffers.take(self._extent_bytes[group])
+        buffer = lane.buffers.take(self._buffer_bytes[group])
         if buffer is None:
             return False
+        end = len(header) + len(block)
         buffer[: len(header)] = np.frombuffer(header, np.uint8)
-        buffer[len(header) : -SEAL_BYTES] = block
+        buffer[len(header) : end] = block
         key = key_of(header)
         lane.pending.add(key)
-        lane.queue.put(_Store(key, buffer))
+        lane.queue.put(_Store(key, buffer, end + SEAL_BYTES, group, encoding))
         return True
 
     def touch(self, tier: Tier, keys: Sequence[bytes]) -> None:
@@ -224,7 +244,7 @@ class Mover:
             return False
         buffer.data[:] = extent
         lane.pending.add(key)
-        lane.queue.put(_Store(key, buffer))
+        lane.queue.put(_Store(key, buffer, len(extent)))
         return True
 
     @property
@@ -239,13 +259,13 @@ class Mover:
 
     # -- Up ------------------------------------------------------------------------------------------------------------
 
-    def fetch(self, digests: Sequence[bytes], first_block: int) -> Restore:
-        """Begin to bring up blocks, `digests[0]` being that of `first_block`."""
+    def fetch(self, digests: Sequence[bytes], first_block: int, encoding: Encoding) -> Restore:
+        """Begin to bring up blocks that were written in this encoding, `digests[0]` being that of `first_block`."""
         if not self._is_reading:
             self._is_reading = True
             for reader in self._readers:
                 reader.start()
-        restore = Restore(digests, first_block)
+        restore = Restore(digests, first_block, encoding)
         self._restores.put(restore)
         return restore
 
@@ -306,9 +326,11 @@ class Mover:
                 return
 
     def _put(self, lane: _Lane, stores: list[_Store]) -> None:
-        lane.tier.put([store.key for store in stores], [store.extent.data for store in stores])
+        ready = [(store.key, extent) for store in stores if (extent := store.extent()) is not None]
+        if ready:
+            lane.tier.put([key for key, _ in ready], [extent for _, extent in ready])
         for store in stores:
-            lane.buffers.give(store.extent)
+            lane.buffers.give(store.buffer)
             lane.pending.discard(store.key)
         self.notify()
 
@@ -329,11 +351,13 @@ class Mover:
         keys = [block_key(digest, group) for digest in restore.digests for group in range(num_groups)]
         segments = self._locate(keys, num_groups)
         restore.num_found = sum(count for _, count in segments)
-        index = 0
+        index, block_bytes = 0, sum(restore.encoding.payload_bytes)
         for tier, count in segments:
             stop = index + count
             while index < stop:
-                if not self.is_worth(tier, stop - index):  # each run has told more of how fast it is
+                if not self.is_worth(
+                    tier, stop - index, (stop - index) * block_bytes
+                ):  # each run has told more of how fast it is
                     return
                 size = min(self._run_blocks, stop - index)
                 run = self._read_run(restore, tier, keys[index * num_groups : (index + size) * num_groups], index)
@@ -366,10 +390,10 @@ class Mover:
 
     def _read_run(self, restore: Restore, tier: Tier, keys: Sequence[bytes], index: int) -> BlockRun | None:
         """Read whole blocks; None if not even the first is there, or nobody wants it any more."""
-        buffers: list[NDArray[np.uint8]] = []
+        buffers: list[Bytes] = []
         num_groups = len(self._block_bytes)
         for position in range(len(keys)):
-            size = self._extent_bytes[position % num_groups]
+            size = self._buffer_bytes[position % num_groups]
             buffer = None
             while buffer is None:
                 if restore.is_cancelled:
@@ -378,22 +402,38 @@ class Mover:
             if buffer is None:
                 break
             buffers.append(buffer)
-        payloads = tier.get_into(keys, [buffer.data for buffer in buffers]) if len(buffers) == len(keys) else []
-        whole = self._whole_blocks(payloads)
+        payloads = self._read_blocks(restore.encoding, tier, keys, buffers) if len(buffers) == len(keys) else []
+        whole = len(payloads) // num_groups
         for buffer in buffers[whole * num_groups :]:
             self._reads.give(buffer)
         if not whole:
             return None
-        by_group = tuple(
-            tuple(payload for payload in islice(payloads, group, whole * num_groups, num_groups) if payload is not None)
-            for group in range(num_groups)
-        )
-        return BlockRun(restore.first_block + index, tier.name, by_group, tuple(buffers[: whole * num_groups]))
+        by_group = tuple(tuple(islice(payloads, group, whole * num_groups, num_groups)) for group in range(num_groups))
+        is_rounded = restore.encoding.codec is not None
+        used = tuple(buffers[: whole * num_groups])
+        return BlockRun(restore.first_block + index, tier.name, by_group, used, is_rounded)
 
-    def _whole_blocks(self, payloads: Sequence[NDArray[np.uint8] | None]) -> int:
-        """How many blocks are there in all groups, before the first that is not."""
+    def _read_blocks(
+        self, encoding: Encoding, tier: Tier, keys: Sequence[bytes], buffers: Sequence[Bytes]
+    ) -> list[Bytes]:
+        """The blocks of these keys, each in its buffer, up to the first that is not there."""
         num_groups = len(self._block_bytes)
-        for position, payload in enumerate(payloads):
-            if payload is None or payload.nbytes != self._block_bytes[position % num_groups]:
-                return position // num_groups
-        return len(payloads) // num_groups
+        codec = encoding.codec
+        if codec is None:
+            payloads = tier.get_into(keys, [buffer.data for buffer in buffers])
+        else:
+            sizes = encoding.extent_bytes
+            extents = [np.empty(sizes[position % num_groups], np.uint8) for position in range(len(keys))]
+            payloads = tier.get_into(keys, [extent.data for extent in extents])
+        blocks: list[Bytes] = []
+        for position, (payload, buffer) in enumerate(zip(payloads, buffers, strict=True)):
+            group = position % num_groups
+            if payload is None or payload.nbytes != encoding.payload_bytes[group]:
+                break
+            if codec is None:
+                blocks.append(payload)
+            else:
+                block = buffer[: encoding.block_bytes[group]]
+                codec.decode(group, payload, block)
+                blocks.append(block)
+        return blocks

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from spolia.kernels import quants
 from spolia.kernels.cpu import _cpu
+from spolia.kernels.cpu.kv_layout import KvLayout
 from spolia.kernels.cpu.lowering import lower, part_names
 from spolia.kernels.program import KvDtype, Program, StepInputs
 
@@ -51,6 +52,10 @@ class CpuExecutable:
         self.plan = lower(program, kv_dtype, row_format)  # holds the embedding tables, which each step reads
         self._native = _cpu.Executable(self.plan, level or "", program.vocab_size, num_threads)
         self._pools: tuple[NDArray[np.uint8], ...] = ()
+        self._layouts = [
+            [KvLayout(program.cache_layers[layer], kv_dtype) for layer in group.layers]
+            for group in program.cache_groups
+        ]
 
     @property
     def level(self) -> str:
@@ -87,6 +92,20 @@ class CpuExecutable:
     def bind_kv(self, pools: Sequence[NDArray[np.uint8]]) -> None:
         self._native.bind_kv(pools)
         self._pools = tuple(pools)
+
+    def load_kv(self, group: int, block: NDArray[np.uint8]) -> list[NDArray[np.float32]]:
+        return [layout.load(part) for layout, part in self._parts(group, block)]
+
+    def store_kv(self, group: int, layers: list[NDArray[np.float32]], block: NDArray[np.uint8]) -> None:
+        for (layout, part), kv in zip(self._parts(group, block), layers, strict=True):
+            layout.store(kv, part)
+
+    def _parts(self, group: int, block: NDArray[np.uint8]) -> Iterator[tuple[KvLayout, NDArray[np.uint8]]]:
+        begin = 0
+        for layout in self._layouts[group]:
+            end = begin + layout.num_bytes
+            yield layout, block[begin:end]
+            begin = end
 
     def run(
         self, step: StepInputs, logits: NDArray[np.float32] | None, hidden: NDArray[np.float32] | None = None
