@@ -179,6 +179,9 @@ def serve(
     kv_events_replay: Annotated[
         str | None, typer.Option(metavar="ENDPOINT", help="Where those events can be asked for again, over ZMQ.")
     ] = None,
+    slot_save_path: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where llama.cpp's clients may save slots. Default: nowhere.")
+    ] = None,
     log_format: Annotated[str | None, typer.Option(metavar="FORM", help="Log as text (default) or json.")] = None,
     kv_dtype: KvDtypeFlag = None,
     kv_memory: KvMemoryFlag = None,
@@ -243,6 +246,7 @@ def serve(
         "kv_events": kv_events,
         "kv_events_replay": kv_events_replay,
         "memory_bytes": memory,
+        "slot_save_path": slot_save_path,
     }
     run(
         models or [],

@@ -13,11 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+import numpy as np
+
 from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer
 from spolia.engine.embedding import Embedding, EmbeddingRun, Pooling
 from spolia.engine.fairness import Tenant
+from spolia.engine.kv_files import copy_in, copy_out
 from spolia.engine.news import CacheNews, cache_news
 from spolia.engine.outputs import Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request
@@ -29,7 +32,7 @@ from spolia.errors import SpoliaError
 from spolia.generation import SamplingParams
 from spolia.kvcache import CacheStats, Wish, namespace_key
 from spolia.models import Model
-from spolia.tiers import TierUse
+from spolia.tiers import TierUse, read_archive, write_archive
 
 __all__ = ["AsyncEngine", "TokenStream"]
 
@@ -224,6 +227,32 @@ class AsyncEngine:
             if not await self.call(run.step):
                 await asyncio.sleep(_NO_ROOM_S)
         return embeddings
+
+    async def save_kv(self, token_ids: Sequence[int], path: Path, *, cache_salt: str = "") -> tuple[int, int]:
+        """Write what is cached of these tokens to a file; how many tokens, and bytes. Whole blocks only.
+
+        Raises:
+            InvalidRequest: the file cannot be written, or a model with sliding windows.
+            Overloaded, Bug: as `generate`.
+        """
+        namespace, sealer = self.namespace(cache_salt), make_sealer(self.config)
+        ids = np.array(token_ids, np.int32)
+        extents = await self.call(lambda core: copy_out(core, namespace, ids, sealer))
+        num_groups = max(1, len(self.stats.ledger))
+        return len(extents) // num_groups * self.block_size, await asyncio.to_thread(write_archive, path, extents)
+
+    async def restore_kv(self, path: Path, *, cache_salt: str = "") -> tuple[list[int], int, int]:
+        """Bring back what `save_kv` wrote; the tokens, how many of them are cached now, and the file's bytes.
+
+        Raises:
+            InvalidRequest: the file is damaged, or of another model, KV type or owner; nothing was brought back.
+            Overloaded, Bug: as `generate`.
+        """
+        namespace, sealer = self.namespace(cache_salt), make_sealer(self.config)
+        extents = await asyncio.to_thread(read_archive, path)
+        num_bytes = sum(map(len, extents))
+        ids, num_cached = await self.call(lambda core: copy_in(core, namespace, extents, sealer))
+        return ids.tolist(), num_cached, num_bytes
 
     async def call(self, function: Callable[[EngineCore], T]) -> T:
         """Run `function` on the engine's thread between two steps, for instance to look into its cache."""

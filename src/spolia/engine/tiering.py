@@ -26,6 +26,7 @@ from spolia.errors import InvalidRequest
 from spolia.kernels import BLOCK_SIZE
 from spolia.kvcache import KVCache, Lease, Tag
 from spolia.tiers import (
+    SEAL_BYTES,
     BlockRun,
     Encoding,
     ExtentHeader,
@@ -416,6 +417,26 @@ class Tiering:
             self._mover.flush(0.05)
         self._mover.flush(max(0.0, deadline_s - self._clock()))
         self._mover.close()
+
+    # -- Block by block, for files that somebody keeps -----------------------------------------------------------------
+
+    @property
+    def layout(self) -> str:
+        """How the bytes of a block are arranged and computed, in words."""
+        return self._layout
+
+    def payload_bytes(self, group: int) -> int:
+        """Of one block."""
+        return int(self._pools[group].shape[1])
+
+    def extent(self, chain: KeyChain, index: int, group: int, token_ids: NDArray[np.int32], block_id: int) -> bytearray:
+        """A block as an extent that is still to be sealed."""
+        header = self._header(chain, index, group, token_ids).encode()
+        return bytearray(header + self._pools[group][block_id].tobytes() + bytes(SEAL_BYTES))
+
+    def write_block(self, group: int, block_id: int, payload: NDArray[np.uint8]) -> None:
+        """Fill a block that a lease has, before it is committed."""
+        self._pools[group][block_id] = payload
 
     # -- Parts ---------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ class ServerConfig:
         load_wait_s: how long a request waits for its model to be loaded; then it is answered 503, with the reason.
         keys: file of API keys, see `server.access.keys`; None asks nobody for one.
         traces: URL of a collector of OpenTelemetry's, OTLP over HTTP, that gets a trace an answer; None: nobody does.
+        slot_save_path: folder of the files that llama.cpp's clients save slots to; None: they cannot.
         kv_events: ZMQ endpoint at which events of the caches are published; None: nowhere.
         kv_events_replay: ZMQ endpoint at which they can be asked for again; None: nowhere.
         tls_cert: certificate chain in PEM, with which the server speaks HTTPS; None: HTTP.
@@ -42,6 +43,7 @@ class ServerConfig:
     load_wait_s: float = 600.0
     keys: Path | None = None
     traces: str | None = None
+    slot_save_path: Path | None = None
     kv_events: str | None = None
     kv_events_replay: str | None = None
     tls_cert: Path | None = None
@@ -75,6 +77,8 @@ class ServerConfig:
             raise ValueError(f"keep_alive_s is {self.keep_alive_s}; it must be 0 or more seconds, or None for no limit")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together: give both, or neither")
+        if self.slot_save_path is not None and not self.slot_save_path.is_dir():
+            raise ValueError(f"slot_save_path is {self.slot_save_path}, where there is no folder; make one")
         for name in ("tls_cert", "tls_key"):
             path = getattr(self, name)
             if path is not None and not path.is_file():

@@ -16,7 +16,7 @@ def infill_ids(
     """The ids that ask a model which was trained for it for what stands between a text and its suffix.
 
     Args:
-        files: name and text of others that it should know of; left out where the model has no mark for them.
+        files: name and text of others that it should know of; plain text where the model has no mark for them.
 
     Raises:
         InvalidRequest: this model was not; or the prompt is token ids.
@@ -34,7 +34,10 @@ def infill_ids(
     first, second, third = (mark for mark in marks if mark is not None)
     bos = [special.bos] if tokenizer.adds_bos and special.bos is not None else []
     others: list[int] = []
-    for name, text in files if special.fim_file is not None else ():
-        others += [special.fim_file or 0]
-        others += tokenizer.encode(f"{name}\n{text}\n", add_special=False, parse_special=False)
+    for name, text in files:
+        if special.fim_file is None:
+            others += tokenizer.encode(f"\n\n--- snippet ---\n\n{text}", add_special=False, parse_special=False)
+        else:
+            others += [special.fim_file]
+            others += tokenizer.encode(f"{name}\n{text}\n", add_special=False, parse_special=False)
     return [*bos, *others, first, *before, second, *after, third]

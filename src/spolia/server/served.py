@@ -22,6 +22,7 @@ from spolia.server.curve import LiveCurve
 from spolia.server.explaining import ExplainLog
 from spolia.server.metrics import Metrics, ModelMetrics
 from spolia.server.shelf import Shelf
+from spolia.server.slots import Slots
 
 __all__ = ["HoldsModels", "ModelSource", "ServedModel", "ServedModels"]
 
@@ -64,6 +65,7 @@ class ServedModel:
         used_s: when it was last asked for, by the shelf's clock.
         keep_alive_s: for how long it stays without a request; None: until its memory is wanted.
         expires_s: Unix time of that; None while it is in use, or for ever.
+        slots: llama.cpp's.
         aside: sessions of an engine that was unloaded, for the next one.
     """
 
@@ -85,6 +87,7 @@ class ServedModel:
     expires_s: float | None = None
     expiry: asyncio.TimerHandle | None = None
     aside: SessionStore | None = None
+    slots: Slots = field(default_factory=Slots)
     curve: LiveCurve = field(init=False)
     _embedding: asyncio.Lock = field(default_factory=asyncio.Lock)
     _embedders: list[object] = field(default_factory=list)

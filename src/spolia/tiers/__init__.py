@@ -8,7 +8,15 @@ nothing that comes up, and keeps a backend that fails from being asked. `Mover` 
 """
 
 from .aead import AesGcm, read_key
-from .archive import Conversation, conversations, export_conversation, headers, import_conversation
+from .archive import (
+    Conversation,
+    conversations,
+    export_conversation,
+    headers,
+    import_conversation,
+    read_archive,
+    write_archive,
+)
 from .backend import Entry, Health, ListableBackend, StorageBackend
 from .documents import Document, DocumentFolder
 from .encoding import Codec, Encoding
@@ -80,6 +88,8 @@ __all__ = [
     "layout_of",
     "open_extent",
     "open_remote",
+    "read_archive",
     "read_key",
     "verify_folder",
+    "write_archive",
 ]

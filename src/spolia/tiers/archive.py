@@ -8,8 +8,9 @@ each as a tier does, so a file that was cut off, altered or put together is refu
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,15 @@ from spolia.errors import InvalidRequest
 from .extent import Checksum, ExtentError, ExtentHeader, Sealer, open_extent
 from .folder import FolderBackend
 
-__all__ = ["Conversation", "conversations", "export_conversation", "headers", "import_conversation"]
+__all__ = [
+    "Conversation",
+    "conversations",
+    "export_conversation",
+    "headers",
+    "import_conversation",
+    "read_archive",
+    "write_archive",
+]
 
 _MAGIC = b"SPOLIAKX"
 _HEAD = struct.Struct("<8sII")
@@ -148,7 +157,50 @@ def import_conversation(
     return len(parts)
 
 
+def write_archive(path: Path, extents: Sequence[bytes | bytearray]) -> int:
+    """Put sealed extents, in the order of their blocks, into a file of this kind; the file's bytes.
+
+    Raises:
+        InvalidRequest: it cannot be written.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with partial.open("wb") as file:
+            file.write(_HEAD.pack(_MAGIC, _VERSION, len(extents)))
+            for extent in extents:
+                file.write(_SIZE.pack(len(extent)))
+                file.write(extent)
+            num_bytes = file.tell()
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InvalidRequest(f"{path.name} cannot be written: {error.strerror}", param="file") from error
+    return num_bytes
+
+
+def read_archive(path: Path) -> list[memoryview]:
+    """The extents of such a file, each writable and none of them checked.
+
+    Raises:
+        InvalidRequest: it cannot be read, or is no such file, or is cut off.
+    """
+    return [memoryview(bytearray(extent)) for extent in _frames(path)]
+
+
 def _read(path: Path, sealer: Sealer) -> Iterator[tuple[ExtentHeader, memoryview]]:
+    known: set[bytes] = set()
+    for index, extent in enumerate(_frames(path)):
+        try:
+            header, _ = open_extent(memoryview(bytearray(extent)), sealer)
+        except ExtentError as error:
+            raise InvalidRequest(f"block {index} of {path} is refused: {error}", param="file") from None
+        if header.start and header.parent not in known:
+            raise InvalidRequest(f"block {index} of {path} does not follow from one before it", param="file")
+        known.add(header.digest)
+        yield header, extent
+
+
+def _frames(path: Path) -> Iterator[memoryview]:
     try:
         data = memoryview(path.read_bytes())
     except OSError as error:
@@ -159,22 +211,13 @@ def _read(path: Path, sealer: Sealer) -> Iterator[tuple[ExtentHeader, memoryview
     if version != _VERSION:
         raise InvalidRequest(f"{path} is of version {version}; this Spolia reads version {_VERSION}", param="file")
     offset = _HEAD.size
-    known: set[bytes] = set()
     for index in range(count):
         if offset + _SIZE.size > len(data):
             raise InvalidRequest(f"{path} ends after {index} of its {count} blocks", param="file")
         (size,) = _SIZE.unpack_from(data, offset)
         offset += _SIZE.size
-        extent = data[offset : offset + size]
+        yield data[offset : offset + size]
         offset += size
-        try:
-            header, _ = open_extent(memoryview(bytearray(extent)), sealer)
-        except ExtentError as error:
-            raise InvalidRequest(f"block {index} of {path} is refused: {error}", param="file") from None
-        if header.start and header.parent not in known:
-            raise InvalidRequest(f"block {index} of {path} does not follow from one before it", param="file")
-        known.add(header.digest)
-        yield header, extent
 
 
 def _chain(found: dict[bytes, ExtentHeader], last: ExtentHeader) -> list[ExtentHeader]:

@@ -19,7 +19,7 @@ _OPEN_PATHS = frozenset({"/", "/health", "/version", "/api/version"})
 _OPEN_PREFIXES = ("/static/",)
 # These tell of everybody's requests.
 _ADMIN_PATHS = frozenset({"/metrics", "/slots", "/props"})
-_ADMIN_PREFIXES = ("/v1/cache", "/api/pull", "/api/ps")
+_ADMIN_PREFIXES = ("/v1/cache", "/slots/", "/api/pull", "/api/ps")
 _MAX_ID_CHARACTERS = 128
 
 

@@ -9,10 +9,15 @@ import msgspec
 from spolia.engine import SamplingParams
 from spolia.server.sampling import SamplingFields
 
-__all__ = ["CompletionRequest", "EmbeddingRequest", "InfillRequest", "TemplateRequest"]
+__all__ = ["CompletionRequest", "EmbeddingRequest", "InfillRequest", "SlotRequest", "TemplateRequest", "defaults"]
 
 # llama.cpp's own, which its users expect where they say nothing.
 _DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_last_n": 64}
+
+
+def defaults() -> dict[str, Any]:
+    """What holds where a request says nothing."""
+    return dict(_DEFAULTS)
 
 
 class _Sampling(SamplingFields, kw_only=True):
@@ -21,6 +26,8 @@ class _Sampling(SamplingFields, kw_only=True):
     stream: bool | None = None
     n_probs: int | None = None
     return_tokens: bool | None = None
+    id_slot: int | None = None
+    return_progress: bool | None = None
     cache_salt: str | None = None
 
     def sampling_params(self) -> SamplingParams:
@@ -49,6 +56,13 @@ class InfillRequest(_Sampling, kw_only=True):
     input_suffix: str = ""
     input_extra: list[dict[str, Any]] | None = None
     prompt: str = ""
+
+
+class SlotRequest(msgspec.Struct, kw_only=True):
+    """`/slots/{id_slot}?action=`: save, restore, or erase, which needs no body."""
+
+    filename: str | None = None
+    model: str | None = None
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
