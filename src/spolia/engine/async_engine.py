@@ -222,7 +222,9 @@ class AsyncEngine:
         """
         admission = self._engine.admission
         inputs = [admission.check_input(prompt, truncate=truncate) for prompt in prompts]
-        run = EmbeddingRun(inputs, namespace=admission.namespace(cache_salt), pooling=pooling)
+        # Vectors are compared with those of another day, so nothing in them may have been rounded.
+        namespace = (admission.exact_namespace or admission.namespace)(cache_salt)
+        run = EmbeddingRun(inputs, namespace=namespace, pooling=pooling)
         while (embeddings := run.embeddings) is None:
             if not await self.call(run.step):
                 await asyncio.sleep(_NO_ROOM_S)

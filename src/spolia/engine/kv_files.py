@@ -31,6 +31,8 @@ def copy_out(core: EngineCore, namespace: bytes, token_ids: Ids, sealer: Sealer)
     chain = KeyChain(namespace)
     extents = []
     with core.cache.open_restore(namespace, np.append(token_ids, 0).astype(np.int32)) as lease:
+        if core.cache.num_rounded_tokens(lease, lease.num_computed_tokens):
+            raise InvalidRequest("a part of this KV was kept in fewer bits, and would come back as if it were exact")
         num_blocks = lease.num_computed_tokens // BLOCK_SIZE
         chain.extend(token_ids[: num_blocks * BLOCK_SIZE])
         for index in range(num_blocks):

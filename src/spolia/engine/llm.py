@@ -228,7 +228,9 @@ class LLM:
         """
         admission = self._engine.admission
         inputs = [admission.check_input(prompt, truncate=truncate) for prompt in prompts]
-        run = EmbeddingRun(inputs, namespace=admission.namespace(cache_salt), pooling=pooling)
+        # Vectors are compared with those of another day, so nothing in them may have been rounded.
+        namespace = (admission.exact_namespace or admission.namespace)(cache_salt)
+        run = EmbeddingRun(inputs, namespace=namespace, pooling=pooling)
         while (embeddings := run.embeddings) is None:
             if not self._thread.call(run.step).result():
                 time.sleep(0.02)  # until running requests have left room

@@ -423,7 +423,7 @@ class Tiering:
     @property
     def layout(self) -> str:
         """How the bytes of a block are arranged and computed, in words."""
-        return self._layout
+        return self._exact.layout
 
     def payload_bytes(self, group: int) -> int:
         """Of one block."""
@@ -431,7 +431,7 @@ class Tiering:
 
     def extent(self, chain: KeyChain, index: int, group: int, token_ids: NDArray[np.int32], block_id: int) -> bytearray:
         """A block as an extent that is still to be sealed."""
-        header = self._header(chain, index, group, token_ids).encode()
+        header = self._header(chain, self._exact, index, group, token_ids).encode()
         return bytearray(header + self._pools[group][block_id].tobytes() + bytes(SEAL_BYTES))
 
     def write_block(self, group: int, block_id: int, payload: NDArray[np.uint8]) -> None:
