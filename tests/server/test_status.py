@@ -29,6 +29,8 @@ def test_until_the_model_is_loaded_everything_is_503_with_the_reason():
         health = httpx.get(f"{url}/health")
         assert health.status_code == 503
         assert "toy is loading" in health.json()["reason"]
+        assert httpx.get(f"{url}/readyz").status_code == 503
+        assert httpx.get(f"{url}/livez").json() == {"status": "alive"}
         answer = complete(url)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "not_ready"
@@ -37,7 +39,7 @@ def test_until_the_model_is_loaded_everything_is_503_with_the_reason():
         assert httpx.get(f"{url}/metrics").status_code == 200
 
         loading.set_result(engine)
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert [httpx.get(f"{url}/{name}").status_code for name in ("health", "readyz", "livez")] == [200, 200, 200]
         assert complete(url).status_code == 200
     asyncio.run(engine.aclose())
 
@@ -47,6 +49,7 @@ def test_a_model_that_cannot_be_loaded_says_why():
     loading.set_exception(ModelError("weights.gguf is cut short"))
     with serving({"toy": loading}) as url:
         assert "cut short" in httpx.get(f"{url}/health").json()["reason"]
+        assert httpx.get(f"{url}/livez").status_code == 503
         assert complete(url).status_code == 503
 
 

@@ -1,4 +1,4 @@
-"""What can be asked of the server itself: `/health`, `/metrics`, `/v1/models`, `/version`."""
+"""What can be asked of the server itself: `/health`, `/livez`, `/readyz`, `/metrics`, `/v1/models`, `/version`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class StatusEndpoints:
     def routes(self) -> list[Route]:
         return [
             Route("GET", "/health", self.health),
+            Route("GET", "/readyz", self.health),
+            Route("GET", "/livez", self.alive),
             Route("GET", "/metrics", self.metrics),
             Route("GET", "/version", self.version),
             Route("GET", "/v1/models", self.models),
@@ -44,6 +46,13 @@ class StatusEndpoints:
         if troubles:
             return _json({"status": "unavailable", "reason": "; ".join(troubles)}, status=503)
         return _json({"status": "ok"})
+
+    async def alive(self) -> Response:
+        """200 unless a restart would help: also while models load, when `/readyz` and `/health` are 503 still."""
+        failed = [served.trouble or "" for served in self._models.all() if served.state == "failed"]
+        if failed:
+            return _json({"status": "failed", "reason": "; ".join(failed)}, status=503)
+        return _json({"status": "alive"})
 
     async def metrics(self) -> Response:
         return Response(self._models.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})

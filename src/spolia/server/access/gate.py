@@ -15,7 +15,7 @@ from spolia.server.tracing import Tracing
 __all__ = ["Gate"]
 
 # Anybody may ask these: load balancers, browsers that load the page, clients that look whether somebody is there.
-_OPEN_PATHS = frozenset({"/", "/health", "/version", "/api/version"})
+_OPEN_PATHS = frozenset({"/", "/health", "/livez", "/readyz", "/version", "/api/version"})
 _OPEN_PREFIXES = ("/static/",)
 # These tell of everybody's requests.
 _ADMIN_PATHS = frozenset({"/metrics", "/slots", "/props"})
