@@ -117,6 +117,7 @@ class Admission:
             stop_pattern=None if params.stop_regex is None else StopPattern(params.stop_regex),
             num_skipped_bytes=0 if healing is None else len(taken_back),
             num_truncated_tokens=num_truncated_tokens,
+            prediction_ids=self._prediction_ids(params),
             arrival_s=self.clock(),
             wishes=tuple(wishes),
             tenant=tenant or Tenant(),
@@ -163,6 +164,18 @@ class Admission:
                 param="prompt",
             )
         return wide.astype(np.int32)
+
+    def _prediction_ids(self, params: SamplingParams) -> NDArray[np.int32] | None:
+        """What the answer will be like, as tokens."""
+        said = params.prediction
+        if not said:
+            return None
+        ids = self.tokenizer.encode(said, add_special=False) if isinstance(said, str) else said
+        if ids and max(ids) >= self.vocab_size:
+            raise InvalidRequest(
+                f"prediction holds {max(ids)}; token ids go up to {self.vocab_size - 1}", param="prediction"
+            )
+        return np.array(ids, np.int32)
 
     def _fit(self, token_ids: NDArray[np.int32], params: SamplingParams) -> tuple[NDArray[np.int32], int]:
         """The prompt as far as `params` want it and the context has room for it, and how many tokens were dropped."""

@@ -18,7 +18,7 @@ from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
 from spolia.engine.tiering import Tiering
 from spolia.errors import InvalidRequest, ModelError, SpoliaError
-from spolia.generation import DraftPace, PatternTextStream, Sampler, Samples, TextStream
+from spolia.generation import DraftCount, PatternTextStream, Sampler, Samples, TextStream
 from spolia.kernels import BLOCK_SIZE, Executable
 from spolia.kvcache import KVCache
 
@@ -112,6 +112,7 @@ class EngineCore:
         self._num_finished: Counter[str] = Counter()
         self._num_restored: Counter[str] = Counter()
         self._num_rounded: Counter[str] = Counter()
+        self._drafts: dict[str, DraftCount] = {}
         self._stats = self._snapshot()
 
     def set_max_batch_tokens(self, max_batch_tokens: int) -> None:
@@ -194,8 +195,9 @@ class EngineCore:
             text = TextStream(token_bytes, stop=params.stop, keep_stop=keep_stop)
         else:
             text = PatternTextStream(token_bytes, pattern=pattern, stop=params.stop, keep_stop=keep_stop)
-        pace = None if self._drafter is None else DraftPace()
-        sequence = Sequence(request, text, pace)
+        sequence = Sequence(request, text)
+        if self._drafter is not None:
+            sequence.guesser = self._drafter.guesser(request, sequence.token_ids)
         self._by_id[request.request_id] = sequence
         if self._tiering is None or not self._tiering.begin(sequence):
             self._scheduler.submit(sequence)
@@ -304,21 +306,26 @@ class EngineCore:
                 known = sequence.num_tokens
                 drafts = sequence.token_ids[known:stop].tolist()
                 checks.append(_Check(sequence, row + known - 1 - first, drafts))
+                if drafts and sequence.guesser is not None:
+                    sequence.guesser.count(sequence.draft_source, len(drafts), 0)
             row += stop - first
         num_sampled = 0
+        now_s: float | None = None
         drafted = [check for check in checks if check.drafts]
         while checks:
             rows = [check.row + check.num_accepted for check in checks]
             samples = self._sampler.sample(logits[rows], [check.sequence.next_row() for check in checks])
             num_sampled += len(checks)
-            self._take_samples([check.sequence for check in checks], samples, self._clock())
-            checks = [
+            foreseen = [
                 check for check, token_id in zip(checks, samples.token_ids, strict=True) if check.is_foreseen(token_id)
             ]
+            now_s = self._clock() if now_s is None else now_s  # the tokens of a step come together
+            self._take_samples([check.sequence for check in checks], samples, now_s)
+            checks = [check for check in foreseen if check.goes_on()]
         for check in drafted:
             sequence = check.sequence
-            if sequence.pace is not None:
-                sequence.pace.learn(len(check.drafts), check.num_accepted)
+            source, count = sequence.draft_source, DraftCount(len(check.drafts), check.num_accepted)
+            self._drafts[source] = self._drafts.get(source, DraftCount()).plus(*count)
             if sequence.lease is not None:
                 self._commit_whole_blocks(sequence)
         return num_sampled
@@ -396,6 +403,8 @@ class EngineCore:
 
     def _release(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is; what it computed stays."""
+        if sequence.guesser is not None:
+            sequence.guesser.close(sequence.num_tokens)
         if self._tiering is not None:
             if self._tiering.drop(sequence):
                 return
@@ -409,6 +418,8 @@ class EngineCore:
         num_tokens = sum(stop - start for _, start, stop in plan.entries)
         if self._tiering is not None:
             self._tiering.note_step(num_tokens, duration_s)
+        if self._drafter is not None:
+            self._drafter.note_step(len(plan.entries), num_tokens, duration_s)
         self._num_steps += 1
         self._num_computed += num_tokens
         self._num_generated += num_sampled
@@ -434,6 +445,7 @@ class EngineCore:
                 num_finished=dict(self._num_finished),
                 num_restored_tokens=dict(self._num_restored),
                 num_rounded_tokens=dict(self._num_rounded),
+                drafts=dict(self._drafts),
                 num_lost_blocks=0 if self._tiering is None else self._tiering.num_lost_blocks,
             ),
             ledger=tuple(self.cache.ledger()),
@@ -450,15 +462,21 @@ class _Check:
     num_accepted: int = 0
 
     def is_foreseen(self, token_id: int | None) -> bool:
-        """Whether `token_id`, which was just drawn, had been drafted, so that the logits after it are known."""
-        sequence = self.sequence
+        """Whether `token_id`, which was just drawn, had been drafted."""
+        sequence, drafts = self.sequence, self.drafts
         sequence.num_drafts = 0
-        if self.num_accepted == len(self.drafts) or token_id != self.drafts[self.num_accepted]:
+        if self.num_accepted == len(drafts) or token_id != drafts[self.num_accepted]:
             return False
         self.num_accepted += 1
-        if sequence.finish_reason is not None:
+        if sequence.guesser is not None:
+            sequence.guesser.count(sequence.draft_source, 0, 1)
+        return True
+
+    def goes_on(self) -> bool:
+        """Whether the logits after the token that was foreseen are wanted: its KV is there, and it ended nothing."""
+        if self.sequence.finish_reason is not None:
             return False
-        sequence.num_computed_tokens += 1
+        self.sequence.num_computed_tokens += 1
         return True
 
 

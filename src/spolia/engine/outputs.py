@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from spolia.generation import Stage, TokenLogprobs
+from spolia.generation import DraftCount, Stage, TokenLogprobs
 from spolia.kvcache import Explanation, Ledger, Outcome, TokenRange
 from spolia.tiers import TierStats
 
@@ -51,8 +51,7 @@ class RequestOutput:
         num_truncated_tokens: dropped from the prompt, which was too long; 0 unless that was asked for.
         prompt_logprobs: where asked for, one entry a prompt token from the second on: nothing comes before the first.
         decisions: where asked for, per generated token the likeliest candidates after each stage.
-        num_drafted_tokens: guessed ahead by speculation.
-        num_accepted_tokens: of those, right, so that they cost no step of their own.
+        drafts: what speculation guessed ahead, by where the guesses were from.
         seed: the one that was used; passing it again gives the same answer.
         namespace: who may share its KV.
         outcome: how it ended, for retention.
@@ -81,8 +80,17 @@ class RequestOutput:
     num_truncated_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     decisions: tuple[tuple[Stage, ...], ...] | None = None
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
+    drafts: Mapping[str, DraftCount] = field(default_factory=dict)
+
+    @property
+    def num_drafted_tokens(self) -> int:
+        """Guessed ahead by speculation."""
+        return sum(count.num_drafted for count in self.drafts.values())
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Of those, right, so that they cost no step of their own."""
+        return sum(count.num_accepted for count in self.drafts.values())
 
 
 class BeamOutput(NamedTuple):
@@ -139,6 +147,7 @@ class Counters:
         num_recomputed_tokens: computed a second time because their KV was evicted while their sequence was preempted.
         num_generated_tokens: tokens sampled.
         num_finished: requests that ended, by finish reason.
+        drafts: what speculation drafted, by where the guesses were from.
     """
 
     num_steps: int = 0
@@ -152,6 +161,7 @@ class Counters:
     num_restored_tokens: Mapping[str, int] = field(default_factory=dict)
     num_rounded_tokens: Mapping[str, int] = field(default_factory=dict)
     num_lost_blocks: int = 0
+    drafts: Mapping[str, DraftCount] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

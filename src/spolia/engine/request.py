@@ -21,7 +21,7 @@ from spolia.engine.fairness import Tenant
 from spolia.engine.outputs import FinishReason, RequestOutput, Timings
 from spolia.errors import Bug
 from spolia.generation import (
-    DraftPace,
+    Guesser,
     Pipeline,
     RowSampling,
     SamplingParams,
@@ -59,6 +59,7 @@ class Request:
         stop_pattern: ends the answer where its text first matches.
         num_skipped_bytes: of the answer's beginning, which the prompt has already shown.
         num_truncated_tokens: dropped from the prompt, which was too long.
+        prediction_ids: int32, what its client says that the answer will be like; None: nothing.
         pipeline: its logits processors, whose state is this one request's; None if it has none.
     """
 
@@ -77,6 +78,7 @@ class Request:
     stop_pattern: StopPattern | None = None
     num_skipped_bytes: int = 0
     num_truncated_tokens: int = 0
+    prediction_ids: NDArray[np.int32] | None = None
 
     @property
     def decisions(self) -> tuple[tuple[Stage, ...], ...] | None:
@@ -105,7 +107,8 @@ class Sequence:
         table_changed: the lease's block table is not the one that the runner has seen.
         num_ever_computed_tokens: how far it had come before it was preempted: computing these again is rework.
         num_drafts: tokens after the first `num_tokens` that were guessed, and that the next step checks.
-        pace: how much to guess; None: nothing.
+        draft_source: where these are from.
+        guesser: what it may go on with; None: nobody guesses.
         num_scored: prompt tokens whose successors have their log-probabilities; None: nobody asked for these, or all
             have.
         num_passed_over: later requests that were admitted before it.
@@ -118,10 +121,12 @@ class Sequence:
     __slots__ = (
         "_banned_ids",
         "chain",
+        "draft_source",
         "explanation",
         "finish_reason",
         "first_step_s",
         "first_token_s",
+        "guesser",
         "lane",
         "lease",
         "logprobs",
@@ -137,7 +142,6 @@ class Sequence:
         "num_shared_tokens",
         "num_slots",
         "num_tokens",
-        "pace",
         "prompt_logprobs",
         "request",
         "restored",
@@ -149,10 +153,11 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, request: Request, text: TextStream, pace: DraftPace | None = None) -> None:
+    def __init__(self, request: Request, text: TextStream) -> None:
         self.request = request
-        self.pace = pace
+        self.guesser: Guesser | None = None
         self.num_drafts = 0
+        self.draft_source = ""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
@@ -342,8 +347,7 @@ class Sequence:
             num_truncated_tokens=self.request.num_truncated_tokens,
             prompt_logprobs=None if self.request.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
             decisions=self.request.decisions,
-            num_drafted_tokens=0 if self.pace is None else self.pace.num_drafted,
-            num_accepted_tokens=0 if self.pace is None else self.pace.num_accepted,
+            drafts={} if self.guesser is None else dict(self.guesser.counts),
             timings=Timings(
                 queue_s=None if self.first_step_s is None else self.first_step_s - arrival_s,
                 first_token_s=None if self.first_token_s is None else self.first_token_s - arrival_s,

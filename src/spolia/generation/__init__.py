@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from spolia.generation.beams import Beam, BeamParams, BeamSearch
 from spolia.generation.decisions import Stage
-from spolia.generation.drafting import MAX_DRAFTS, DraftPace, prompt_lookup
+from spolia.generation.drafting import MAX_DRAFTS, NO_GUESS, Acceptance, DraftCount, Guess, Guesser
 from spolia.generation.healing import Healing
 from spolia.generation.history import History
 from spolia.generation.params import FILTER_NAMES, MAX_LOGPROBS, SamplingParams
@@ -18,6 +18,7 @@ from spolia.generation.reasoning import ReasoningPart, ReasoningSplitter
 from spolia.generation.sampler import RowSampling, Sampler, Samples, TokenLogprobs
 from spolia.generation.stop_regex import PatternTextStream, StopPattern
 from spolia.generation.structured import StructuredOutput
+from spolia.generation.suffixes import SuffixIndex
 from spolia.generation.text import TextStream, TextUpdate
 from spolia.generation.uniform import uniform
 from spolia.generation.vocabulary import Vocabulary
@@ -27,11 +28,15 @@ __all__ = [
     "FILTER_NAMES",
     "MAX_DRAFTS",
     "MAX_LOGPROBS",
+    "NO_GUESS",
     "PROCESSORS",
+    "Acceptance",
     "Beam",
     "BeamParams",
     "BeamSearch",
-    "DraftPace",
+    "DraftCount",
+    "Guess",
+    "Guesser",
     "Healing",
     "History",
     "LogitsTap",
@@ -47,6 +52,7 @@ __all__ = [
     "Stage",
     "StopPattern",
     "StructuredOutput",
+    "SuffixIndex",
     "TextStream",
     "TextUpdate",
     "TokenLogprobs",
@@ -56,6 +62,5 @@ __all__ = [
     "build_pipeline",
     "first_met",
     "import_processor",
-    "prompt_lookup",
     "uniform",
 ]

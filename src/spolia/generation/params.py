@@ -82,7 +82,7 @@ _OPTIONAL_INTEGERS = {
 }
 _BOOLS = (
     *("ignore_eos", "include_stop_str_in_output", "remove_invalid_values", "renormalize_logits", "token_healing"),
-    *("skip_special_tokens", "exact_kv"),
+    *("skip_special_tokens", "exact_kv", "speculation"),
 )
 _TRUNCATIONS = ("none", "head", "middle")
 
@@ -121,6 +121,8 @@ class SamplingParams:
         token_healing: take the prompt's last token back, and let the model write its text anew.
         thinking_budget: most tokens between `reasoning_tags`; then the closing tag is forced.
         include_stop_str_in_output: keep the stop string, or the stop id's text, at the end of the text.
+        speculation: let tokens be guessed ahead, if the engine does; changes no answer.
+        prediction: text, or token ids, that much of the answer will be like: it is guessed from. Changes no answer.
         skip_special_tokens: leave special tokens, such as marks of tool calls in some models, out of the text.
         exact_kv: use no KV that was kept in fewer bits, where the engine does that (`kv_offload_dtype`).
 
@@ -198,6 +200,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     exact_kv: bool = False
+    speculation: bool = True
+    prediction: str | tuple[int, ...] | None = None
 
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -284,6 +288,8 @@ class SamplingParams:
                 f"reasoning_tags is {tags!r}; it must be an opening and a closing tag", param="reasoning_tags"
             )
         self._set("reasoning_tags", tags)
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            self._set("prediction", token_ids("prediction", self.prediction))
         self._set("stop", strings("stop", self.stop, "a stop string"))
         self._set("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
         self._check_bans()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -257,7 +258,8 @@ class Pipeline:
 
     def forced_ids(self) -> list[int]:
         """Tokens that the form of the answer leaves no choice about; often none."""
-        return [] if self._form is None else self._form.forced_ids()
+        ids = [] if self._form is None else self._form.forced_ids()
+        return list(takewhile(lambda token_id: token_id < self._vocab_size, ids))  # an end may be none of the model's
 
     def process(self, logits: Logits, position: int) -> None:
         """Change a row in place.

@@ -117,18 +117,32 @@ class KVCache:
         path, length = self._tree.match(namespace, ids)
         return self._tree.usable(path, min(length, max(0, len(ids) - 1)))
 
-    def continuation(self, namespace: bytes, token_ids: ArrayLike, num_tokens: int) -> Ids:
-        """What followed exactly these tokens before, up to `num_tokens` of it, by the latest path; often nothing."""
-        ids = _as_ids(token_ids)
-        path, length = self._tree.match(namespace, ids)
+    def continuation(self, lease: Lease, token_ids: Ids, num_tokens: int) -> Ids:
+        """What followed a lease's tokens and `token_ids` before, up to `num_tokens` of it, by the latest path.
+
+        Often nothing, and then at once: only what lies beyond the lease is looked at.
+        """
+        node, position = lease.cursor.node, lease.cursor.position
+        if position == node.end and not node.children:
+            return np.empty(0, np.int32)
+        wanted = len(token_ids) + num_tokens
         found: list[Ids] = []
-        node = path[-1] if path and length == len(ids) else None
-        while node is not None and num_tokens > 0:
-            following = node.token_ids[max(0, length - node.start) :][:num_tokens].copy()
-            found.append(following)
-            num_tokens -= len(following)
-            node = next(reversed(node.children.values()), None)
-        return np.concatenate(found) if found else np.empty(0, np.int32)
+        count = 0
+        part = node.token_ids[position - node.start :]
+        while True:
+            part = part[: wanted - count].copy()
+            known = token_ids[count : count + len(part)]
+            if not np.array_equal(part[: len(known)], known):
+                return np.empty(0, np.int32)
+            found.append(part)
+            count += len(part)
+            if count < len(token_ids):
+                following = node.children.get(token_ids.item(count))
+            else:
+                following = next(reversed(node.children.values()), None)
+            if count == wanted or following is None:
+                return np.concatenate(found)[len(token_ids) :]
+            node, part = following, following.token_ids
 
     def open(
         self,

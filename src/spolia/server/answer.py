@@ -23,7 +23,7 @@ from spolia.server.conversations import Conversation
 from spolia.server.errors import TookTooLong
 from spolia.server.explaining import Explained, explain
 from spolia.server.logs import log_fields
-from spolia.server.replies import Usage
+from spolia.server.replies import CompletionTokensDetails, Usage
 from spolia.server.served import ServedModel
 
 __all__ = ["Answer"]
@@ -224,6 +224,22 @@ class Answer:
             truncated_tokens=sum(output.num_truncated_tokens for output in firsts),
             rounded_tokens=sum((Counter(output.num_rounded_tokens) for output in firsts), Counter()),
             moved_lines=self.num_moved_lines,
+            drafts=self._drafts(),
+        )
+
+    def _drafts(self) -> CompletionTokensDetails | None:
+        """What was drafted; None where nothing was and no prediction came along."""
+        outputs = self.outputs.values()
+        is_predicted = any(stream.request.prediction_ids is not None for stream in self._streams)
+        if not is_predicted and not any(output.num_drafted_tokens for output in outputs):
+            return None
+        predicted = [output.drafts["prediction"] for output in outputs if "prediction" in output.drafts]
+        num_accepted = sum(count.num_accepted for count in predicted)
+        return CompletionTokensDetails(
+            accepted_prediction_tokens=num_accepted,
+            rejected_prediction_tokens=sum(count.num_drafted for count in predicted) - num_accepted,
+            drafted_tokens=sum(output.num_drafted_tokens for output in outputs),
+            accepted_tokens=sum(output.num_accepted_tokens for output in outputs),
         )
 
     def explanation(self) -> dict[str, Any]:

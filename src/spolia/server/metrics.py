@@ -180,8 +180,18 @@ class _EngineCollector(Collector):
         counters = {
             field: CounterMetricFamily(*name_and_help, labels=["model"]) for field, name_and_help in totals.items()
         }
+        labels = ["model", "source"]
+        drafted = CounterMetricFamily(
+            "spolia_spec_decode_num_draft_tokens", "Tokens guessed ahead, by where the guess was from.", labels=labels
+        )
+        accepted = CounterMetricFamily(
+            "spolia_spec_decode_num_accepted_tokens", "Of those, tokens that were right.", labels=labels
+        )
         snapshots = self._snapshots()
         for model, stats in snapshots.items():
+            for source, drafts in stats.counters.drafts.items():
+                drafted.add_metric([model, source], drafts.num_drafted)
+                accepted.add_metric([model, source], drafts.num_accepted)
             running.add_metric([model], stats.num_running)
             waiting.add_metric([model], stats.num_waiting)
             for group, ledger in enumerate(stats.ledger):
@@ -192,7 +202,8 @@ class _EngineCollector(Collector):
                 counter.add_metric([model], getattr(stats.counters, field))
             for kind, count in stats.counters.num_rounded_tokens.items():
                 rounded.add_metric([model, kind], count)
-        return [blocks, usage, running, waiting, rounded, *counters.values(), *self._tiers(snapshots)]
+        families = [blocks, usage, running, waiting, drafted, accepted, rounded]
+        return [*families, *counters.values(), *self._tiers(snapshots)]
 
     def _tiers(self, snapshots: Mapping[str, EngineStats]) -> Iterable[Metric]:
         labels = ["model", "tier"]

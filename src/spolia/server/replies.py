@@ -23,6 +23,7 @@ __all__ = [
     "CompletionChoice",
     "CompletionLogprobs",
     "CompletionReply",
+    "CompletionTokensDetails",
     "FunctionCall",
     "ModelCard",
     "ModelList",
@@ -49,12 +50,22 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     rounded_tokens: Mapping[str, int] | UnsetType = UNSET
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """What speculation drafted: of the request's `prediction`, as OpenAI counts it, and of all sources."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     moved_lines: int | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @classmethod
     def of(
@@ -65,11 +76,17 @@ class Usage(msgspec.Struct, frozen=True):
         truncated_tokens: int = 0,
         moved_lines: int | None = None,
         rounded_tokens: Mapping[str, int] | None = None,
+        drafts: CompletionTokensDetails | None = None,
     ) -> Usage:
         total_tokens = prompt_tokens + completion_tokens
         details = PromptTokensDetails(cached_tokens, truncated_tokens or UNSET, rounded_tokens or UNSET)
         return cls(
-            prompt_tokens, completion_tokens, total_tokens, details, UNSET if moved_lines is None else moved_lines
+            prompt_tokens,
+            completion_tokens,
+            total_tokens,
+            details,
+            UNSET if moved_lines is None else moved_lines,
+            UNSET if drafts is None else drafts,
         )
 
 

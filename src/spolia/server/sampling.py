@@ -66,6 +66,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     token_healing: bool | None = None
     thinking_budget: int | None = None
     reasoning_tags: tuple[str, str] | None = None
+    speculation: bool | None = None
+    prediction: dict[str, Any] | str | None = None
 
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -153,6 +155,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
                     "known (spolia serve --processor NAME=MODULE:CLASS)",
                     param="logits_processors",
                 )
+        values["prediction"] = None if self.prediction is None else _prediction(self.prediction)
         form = self.form()
         values["structured_outputs"] = None if form is None else form[1]
         return {name: value for name, value in values.items() if value is not None}
@@ -197,6 +200,22 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
         '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}',
         param="response_format",
     )
+
+
+def _prediction(given: dict[str, Any] | str) -> str:
+    """OpenAI's `prediction`: text, or parts of it; here also the plain text."""
+    content: Any = given
+    if isinstance(given, dict):
+        content = given.get("content", None) if given.get("type", "content") == "content" else None
+    if isinstance(content, list):
+        parts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    if not isinstance(content, str):
+        raise InvalidRequest(
+            'prediction must be {"type": "content", "content": text}, where text may be a list of text parts',
+            param="prediction",
+        )
+    return content
 
 
 def _filter_order(samplers: list[str]) -> list[str]:

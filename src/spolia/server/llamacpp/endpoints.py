@@ -446,7 +446,10 @@ def _stop_type(output: RequestOutput) -> str:
 
 
 def _timings(output: RequestOutput) -> dict[str, float]:
-    """Milliseconds, and tokens a second; `cache_n` tokens of the prompt were reused, `prompt_n` computed."""
+    """Milliseconds, and tokens a second; `cache_n` tokens of the prompt were reused, `prompt_n` computed.
+
+    `draft_n` were guessed ahead, of which `draft_n_accepted` were right.
+    """
     timings = output.timings
     first_s = timings.first_token_s or timings.total_s
     prompt_ms = max(1e3 * (first_s - (timings.queue_s or 0.0)), 1e-3)
@@ -463,6 +466,8 @@ def _timings(output: RequestOutput) -> dict[str, float]:
         "predicted_ms": predicted_ms,
         "predicted_per_token_ms": predicted_ms / max(1, num_predicted),
         "predicted_per_second": 1e3 * num_predicted / predicted_ms,
+        "draft_n": output.num_drafted_tokens,
+        "draft_n_accepted": output.num_accepted_tokens,
     }
 
 

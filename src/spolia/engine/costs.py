@@ -1,0 +1,125 @@
+"""What a step costs that checks drafts, beside one that checks none, as measured while it runs.
+
+    time of a step of `base` sequences and `extra` drafts  =  level(base) * curve(base, extra),   curve(base, 0) = 1
+
+The level moves with the machine's load and the contexts' lengths; the curve is what the kernels make of more rows, and
+hardly moves. So a busy neighbour that slows all steps changes no decision.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+__all__ = ["MAX_DRAFT_ROWS", "StepCosts"]
+
+MAX_DRAFT_ROWS = 64
+"""Most drafts of one step."""
+
+_KNOTS = (0, 1, 2, 3, 4, 6, 8, 11, 15, 20, 32, 48, MAX_DRAFT_ROWS)
+_ROW_COST = 0.2  # of a step of one row, before anything was measured; more than most machines take
+_MIN_GAIN = 1.04  # what promises less is not worth the risk
+_MAX_SURPRISE = math.log(2.0)  # a step that was held up by something else teaches no more than this
+_NUM_TRIALS = 2  # measurements before a rise above what was assumed is believed
+_LEVEL_RATE = 0.1
+_CURVE_RATE = 0.1
+_DOUBT = 1e-4  # of what was measured long ago, forgotten at each step that checks no draft
+
+
+class _Curve:
+    """Steps of one number of sequences. All in logarithms: surprises are ratios."""
+
+    def __init__(self, base: int) -> None:
+        self._row_cost = _ROW_COST / math.sqrt(base)
+        self._prior = np.log1p(self._row_cost * np.array(_KNOTS, float))
+        self._values = self._prior.copy()
+        self._counts = [0] * len(_KNOTS)
+        self._first = [0.0] * len(_KNOTS)
+        self._level: float | None = None
+        self._times: list[float] | None = None
+
+    def note(self, extra: int, duration_s: float) -> None:
+        measured = math.log(max(duration_s, 1e-6))
+        if self._level is None:
+            if extra == 0:
+                self._level = measured
+            return
+        surprise = measured - self._level - math.log(self.times()[extra])
+        surprise = min(max(surprise, -_MAX_SURPRISE), _MAX_SURPRISE)
+        knot = bisect_left(_KNOTS, extra)
+        if extra == 0:
+            self._level += _LEVEL_RATE * surprise
+            self._values += _DOUBT * (self._prior - self._values)
+        elif self._counts[knot] < _NUM_TRIALS:
+            # What may have been held up by something else is not believed before it was seen twice.
+            self._counts[knot] += 1
+            relative = measured - self._level + math.log(self.times()[_KNOTS[knot]] / self.times()[extra])
+            before = self._values[knot] if self._counts[knot] == 1 else self._first[knot]
+            self._first[knot] = relative
+            self._values[knot] = min(before, relative)
+            self._times = None
+        else:
+            self._level += _LEVEL_RATE * surprise
+            self._values[knot] += _CURVE_RATE * surprise
+            self._times = None
+
+    def times(self) -> list[float]:
+        """By number of drafts, the time of a step relative to one without."""
+        if self._times is None:
+            known = [knot for knot, count in enumerate(self._counts) if count]
+            at = np.array(_KNOTS)[[0, *known]]
+            # Fewer drafts never take longer than more.
+            values = np.minimum.accumulate(np.array([0.0, *self._values[known]])[::-1])[::-1]
+            counts = np.arange(MAX_DRAFT_ROWS + 1)
+            beyond = self._row_cost * np.maximum(counts - at[-1], 0)
+            self._times = (np.interp(counts, at, np.exp(np.maximum(values, 0.0))) + beyond).tolist()
+        return self._times
+
+
+class StepCosts:
+    """Measures steps, and says how many drafts are worth checking."""
+
+    def __init__(self) -> None:
+        self._curves: dict[int, _Curve] = {}
+
+    def _curve(self, base: int) -> _Curve:
+        curve = self._curves.get(base)
+        if curve is None:
+            curve = self._curves[base] = _Curve(base)
+        return curve
+
+    def note(self, base: int, extra: int, duration_s: float) -> None:
+        """A step of `base` decoding sequences and `extra` drafts took that long."""
+        self._curve(base).note(min(extra, MAX_DRAFT_ROWS), duration_s)
+
+    def ratio(self, base: int, extra: int) -> float:
+        """The time of a step with `extra` drafts relative to one without."""
+        return self._curve(base).times()[extra]
+
+    def lengths(self, base: int, chances: Seq[Seq[float]]) -> list[int]:
+        """How many drafts of each sequence to check, so that most tokens come out per second; all 0 if none pay.
+
+        Args:
+            base: decoding sequences of the step.
+            chances: per sequence, of each of its drafts, that it and those before it are right; not increasing.
+        """
+        if not any(chances):
+            return [0] * len(chances)
+        times = self._curve(base).times()
+        ordered = sorted(
+            ((chance, index) for index, of_one in enumerate(chances) for chance in of_one), key=lambda pair: -pair[0]
+        )
+        best, num_best = base * _MIN_GAIN, 0
+        expected = float(base)
+        for count, (chance, _) in enumerate(ordered[:MAX_DRAFT_ROWS], 1):
+            expected += chance
+            rate = expected / times[count]
+            if rate > best:
+                best, num_best = rate, count
+        lengths = [0] * len(chances)
+        for _, index in ordered[:num_best]:
+            lengths[index] += 1
+        return lengths
