@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.engine import Admission, Engine, EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
+from spolia.engine.draft_model import DraftModel
 from spolia.engine.drafter import make_drafter
 from spolia.engine.storage import build_cache
 from spolia.kernels import BLOCK_SIZE, StepInputs
-from spolia.kvcache import GroupSpec, namespace_key
+from spolia.kvcache import GroupSpec, KVCache, namespace_key
 from spolia.tiers import FetchPolicy, Tier, TierUse
 
 VOCAB_SIZE = 257
@@ -201,6 +202,8 @@ def toy_engine(
     eos_token_ids: Sequence[int] = (),
     processors: Mapping[str, Any] | None = None,
     speculation: str = "off",
+    draft: ToyExecutable | None = None,
+    num_draft_blocks: int = 64,
     executable: ToyExecutable | None = None,
     stream_interval_ms: float = 16.0,
     tiers: Sequence[Tier | TierUse] = (),
@@ -221,6 +224,13 @@ def toy_engine(
         groups, pools, uses, layout="toy", codec=codec, clock=clock, fetch=fetch, fetch_timeout_s=fetch_timeout_s
     )
     tokenizer = ByteTokenizer()
+    draft_model = None
+    if draft is not None:
+        draft.bind_kv([np.zeros((num_draft_blocks, draft.block_bytes(0)), np.uint8) for _ in draft.windows])
+        own = KVCache([GroupSpec(num_draft_blocks, window) for window in draft.windows], clock=clock)
+        draft_model = DraftModel(
+            draft, own, vocab_size=VOCAB_SIZE, max_batch_tokens=max_batch_tokens, max_context=max_context
+        )
     core = EngineCore(
         executable,
         cache,
@@ -232,7 +242,7 @@ def toy_engine(
         observer=observer,
         sampler=sampler,
         tiering=tiering,
-        drafter=make_drafter(speculation, cache),
+        drafter=make_drafter(speculation, cache, model=draft_model, clock=clock),
         check=True,
     )
     fitting = max((n for n in range(max_context) if cache.fits(n, max_batch_tokens)), default=0) + 1

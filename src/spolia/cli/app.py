@@ -13,6 +13,7 @@ from spolia.cli.configuration import ConfiguredCommand
 from spolia.cli.flags import (
     CheckFlag,
     ConfigFlag,
+    DraftModelFlag,
     EngineFlags,
     FrequencyPenaltyFlag,
     GrammarFlag,
@@ -203,6 +204,7 @@ def serve(
         typer.Option(help="Append each request to this trace, for `spolia sim`. It holds no text, nor token ids."),
     ] = None,
     speculation: SpeculationFlag = None,
+    draft_model: DraftModelFlag = None,
     processor: ProcessorFlag = None,
     check: CheckFlag = None,
     config: ConfigFlag = None,
@@ -230,6 +232,7 @@ def serve(
         max_context=max_context,
         stream_interval_ms=stream_interval,
         speculation=speculation,
+        draft_model=draft_model,
         processors=processor,
         check=check,
     )
@@ -287,6 +290,7 @@ def generate(
     threads: ThreadsFlag = None,
     max_context: MaxContextFlag = None,
     speculation: SpeculationFlag = None,
+    draft_model: DraftModelFlag = None,
     check: CheckFlag = None,
     config: ConfigFlag = None,
 ) -> None:
@@ -317,6 +321,7 @@ def generate(
         num_threads=threads,
         max_context=max_context,
         speculation=speculation,
+        draft_model=draft_model,
         check=check,
     )
     run(model, prompt, raw=raw, system=system, sampling=sampling, engine=engine)
@@ -344,6 +349,7 @@ def chat(
     threads: ThreadsFlag = None,
     max_context: MaxContextFlag = None,
     speculation: SpeculationFlag = None,
+    draft_model: DraftModelFlag = None,
     check: CheckFlag = None,
     config: ConfigFlag = None,
 ) -> None:
@@ -371,6 +377,7 @@ def chat(
         num_threads=threads,
         max_context=max_context,
         speculation=speculation,
+        draft_model=draft_model,
         check=check,
     )
     run(model, system=system, sampling=sampling, engine=engine)

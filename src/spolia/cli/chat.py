@@ -28,6 +28,8 @@ def run(source: str, *, system: str | None, sampling: SamplingFlags, engine: Eng
     params = sampling.params(**CHAT_DEFAULTS)
     config = engine.config()
     fetch(source)
+    if engine.draft_model is not None:
+        fetch(engine.draft_model)
     with LLM(source, config) as llm:
         if llm.model.chat_template is None:
             raise InvalidRequest(f"{source} is a base model without a chat template; use `spolia generate`")

@@ -23,6 +23,7 @@ __all__ = [
     "GENERATE_DEFAULTS",
     "CheckFlag",
     "ConfigFlag",
+    "DraftModelFlag",
     "EngineFlags",
     "FrequencyPenaltyFlag",
     "GrammarFlag",
@@ -196,6 +197,14 @@ SpeculationFlag = Annotated[
         help="Guess tokens ahead, which changes no answer: prompt, tree, auto (either), or off. Default: off.",
     ),
 ]
+DraftModelFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        metavar="MODEL",
+        help="A smaller model with the same tokens that writes ahead where that pays. Default: none.",
+    ),
+]
 StreamIntervalFlag = Annotated[
     float | None,
     typer.Option(
@@ -297,6 +306,7 @@ class EngineFlags:
     max_context: int | None = None
     stream_interval_ms: float | None = None
     speculation: str | None = None
+    draft_model: str | None = None
     processors: list[str] | None = None
     check: bool | None = None
 

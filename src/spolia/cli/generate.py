@@ -26,6 +26,8 @@ def run(
     params = sampling.params(**GENERATE_DEFAULTS)
     config = engine.config()
     fetch(source)
+    if engine.draft_model is not None:
+        fetch(engine.draft_model)
     with LLM(source, config) as llm:
         start_s = time.perf_counter()
         for delta in llm.stream(_prompt(llm, text, raw=raw, system=system), params):

@@ -126,6 +126,8 @@ def _load(source: str, config: EngineConfig, recording: Recording | None, kv_byt
     fetch(source)
     if kv_bytes is not None and config.kv_memory is None:
         config = replace(config, kv_memory=kv_bytes)
+    if config.draft_model is not None:
+        fetch(str(config.draft_model))
     return AsyncEngine(source, config, observer=recording)
 
 

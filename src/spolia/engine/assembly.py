@@ -13,12 +13,13 @@ from spolia.engine.admission import Admission
 from spolia.engine.calibration import NUM_TOKENS, measure_step_s
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer
+from spolia.engine.draft_model import DraftModel, check_vocabularies
 from spolia.engine.drafter import make_drafter
 from spolia.engine.memory import default_num_threads, split_blocks
 from spolia.engine.storage import build_cache, open_tiers
 from spolia.errors import InvalidRequest
 from spolia.generation import import_processor
-from spolia.kernels import BLOCK_SIZE, KvCodec, allocate_pool, get_backend
+from spolia.kernels import BLOCK_SIZE, Executable, KvCodec, allocate_pool, get_backend
 from spolia.kvcache import GroupSpec, KVCache, make_policy, namespace_key
 from spolia.models import Model, Tokenizer, load
 
@@ -69,13 +70,12 @@ def build_engine(
     except ValueError as error:
         raise InvalidRequest(f"kv_policy: {error}", param="kv_policy") from None
     num_threads = config.num_threads or default_num_threads()
-    program = model.program
-    try:
-        executable = get_backend(config.backend)(program, kv_dtype=config.kv_dtype, num_threads=num_threads)
-    except ValueError as error:  # SPOLIA_ISA names a level that is not there, or the system starts no more threads
-        raise InvalidRequest(f"the {config.backend} backend cannot be started: {error}") from error
-    windows = [group.window for group in program.cache_groups]
-    block_bytes = [executable.block_bytes(group) for group in range(len(windows))]
+    drafting = None if config.draft_model is None else _load_drafting(config.draft_model, model)
+    models = [model] if drafting is None else [model, drafting]
+    executables = [_executable(each, config, num_threads) for each in models]
+    executable = executables[0]
+    windows = [group.window for each in models for group in each.program.cache_groups]
+    block_bytes = [each.block_bytes(group) for each, m in zip(executables, models, strict=True) for group in _groups(m)]
     num_blocks = split_blocks(
         config.kv_memory,
         block_bytes,
@@ -84,11 +84,13 @@ def build_engine(
         max_sequences=max_sequences,
         max_batch_tokens=config.max_batch_tokens,
     )
-    pools = [allocate_pool(count, size) for count, size in zip(num_blocks, block_bytes, strict=True)]
+    all_pools = [allocate_pool(count, size) for count, size in zip(num_blocks, block_bytes, strict=True)]
+    all_groups = [GroupSpec(count, window) for count, window in zip(num_blocks, windows, strict=True)]
+    num_own = len(_groups(model))
+    pools, groups = all_pools[:num_own], all_groups[:num_own]
     executable.bind_kv(pools)
-    groups = [GroupSpec(count, window) for count, window in zip(num_blocks, windows, strict=True)]
     layout = f"{executable.numerics}/{config.kv_dtype}"
-    codec = None if config.kv_offload_dtype == "exact" else KvCodec(program, executable, config.kv_offload_dtype)
+    codec = None if config.kv_offload_dtype == "exact" else KvCodec(model.program, executable, config.kv_offload_dtype)
     uses, config = open_tiers(config)
     cache, tiering = build_cache(
         groups,
@@ -104,6 +106,16 @@ def build_engine(
     fitting_tokens = _fitting_tokens(cache, max_context, config.max_batch_tokens)
     if config.max_context is None:
         max_context = min(max_context, fitting_tokens)
+    draft_model = None
+    if drafting is not None:
+        executables[1].bind_kv(all_pools[num_own:])
+        draft_model = DraftModel(
+            executables[1],
+            KVCache(all_groups[num_own:], clock=clock),
+            vocab_size=executable.vocab_size,
+            max_batch_tokens=config.max_batch_tokens,
+            max_context=drafting.context_length,
+        )
     core = EngineCore(
         executable,
         cache,
@@ -115,7 +127,7 @@ def build_engine(
         clock=clock,
         observer=observer,
         tiering=tiering,
-        drafter=make_drafter(config.speculation, cache),
+        drafter=make_drafter(config.speculation, cache, model=draft_model, clock=clock),
         check=config.check,
     )
     if uses and config.kv_fetch == "planned":
@@ -155,6 +167,24 @@ def build_engine(
     facts = {**usual, "engine_salt": "", "version": __version__}  # the salt decides who shares, not what is answered
     fingerprint = f"spolia-{namespace_key(**facts).hex()[:16]}"
     return Engine(model=model, config=resolved, admission=admission, core=core, fingerprint=fingerprint)
+
+
+def _load_drafting(source: str | Path, model: Model) -> Model:
+    """The model at `source`, which has the tokens of `model`."""
+    drafting = load(source)
+    check_vocabularies(model.tokenizer, drafting.tokenizer, drafting.name)
+    return drafting
+
+
+def _executable(model: Model, config: EngineConfig, num_threads: int) -> Executable:
+    try:
+        return get_backend(config.backend)(model.program, kv_dtype=config.kv_dtype, num_threads=num_threads)
+    except ValueError as error:  # SPOLIA_ISA names a level that is not there, or the system starts no more threads
+        raise InvalidRequest(f"the {config.backend} backend cannot be started: {error}") from error
+
+
+def _groups(model: Model) -> range:
+    return range(len(model.program.cache_groups))
 
 
 def _fitting_tokens(cache: KVCache, max_context: int, max_batch_tokens: int) -> int:

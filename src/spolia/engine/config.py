@@ -49,8 +49,10 @@ class EngineConfig:
             "timeout" (for `kv_fetch_timeout_s` at most), "best_effort" (nobody).
         kv_fetch_timeout_s: see `kv_fetch`.
         speculation: guess tokens ahead and check several in one step, which changes no answer: "prompt" (what followed
-            the same words earlier in the text), "tree" (what followed the same text in the cache), "auto" (either), or
-            "off".
+            the same words earlier in the text), "tree" (what followed the same text in the cache), "auto" (either, and
+            what followed the same words in the tenant's other texts), or "off".
+        draft_model: a smaller model with the same tokens, which writes ahead where that pays; None: none does. Its KV
+            takes its part of `kv_memory`.
         backend: a key of `kernels.BACKENDS`: "cpu", or "reference" (slow, exact numpy).
         cache_salt: engine-wide secret mixed into every namespace, so that nobody outside can guess keys.
         processors: makers of logits processors that requests may use by name, as "NAME=module:Class".
@@ -77,6 +79,7 @@ class EngineConfig:
     kv_fetch: FetchPolicy = "planned"
     kv_fetch_timeout_s: float = 1.0
     speculation: str = "off"
+    draft_model: str | Path | None = None
     backend: str = "cpu"
     cache_salt: str = ""
     processors: tuple[str, ...] = ()
@@ -112,6 +115,12 @@ class EngineConfig:
         if self.speculation not in ("off", "prompt", "tree", "auto"):
             raise InvalidRequest(
                 f"speculation is {self.speculation!r}; it must be one of off, prompt, tree, auto", param="speculation"
+            )
+        if self.draft_model is not None and self.speculation == "off":
+            raise InvalidRequest(
+                f"draft_model is {str(self.draft_model)!r}, but speculation is off; set it to auto, or leave the draft "
+                "model out",
+                param="draft_model",
             )
         for entry in self.processors:
             name, equals, path = entry.partition("=") if isinstance(entry, str) else ("", "", "")

@@ -244,6 +244,8 @@ class EngineCore:
                 self._count(plan, num_sampled, now_s - started_s)
             if self._check:
                 self.cache.check()
+                if self._drafter is not None:
+                    self._drafter.check()
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -403,8 +405,8 @@ class EngineCore:
 
     def _release(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is; what it computed stays."""
-        if sequence.guesser is not None:
-            sequence.guesser.close(sequence.num_tokens)
+        if self._drafter is not None:
+            self._drafter.release(sequence)
         if self._tiering is not None:
             if self._tiering.drop(sequence):
                 return

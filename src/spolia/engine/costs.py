@@ -14,14 +14,16 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-__all__ = ["MAX_DRAFT_ROWS", "StepCosts"]
+__all__ = ["MAX_DRAFT_ROWS", "MIN_GAIN", "StepCosts"]
 
 MAX_DRAFT_ROWS = 64
 """Most drafts of one step."""
 
+MIN_GAIN = 1.04
+"""What promises less is not worth the risk."""
+
 _KNOTS = (0, 1, 2, 3, 4, 6, 8, 11, 15, 20, 32, 48, MAX_DRAFT_ROWS)
 _ROW_COST = 0.2  # of a step of one row, before anything was measured; more than most machines take
-_MIN_GAIN = 1.04  # what promises less is not worth the risk
 _MAX_SURPRISE = math.log(2.0)  # a step that was held up by something else teaches no more than this
 _NUM_TRIALS = 2  # measurements before a rise above what was assumed is believed
 _LEVEL_RATE = 0.1
@@ -38,31 +40,31 @@ class _Curve:
         self._values = self._prior.copy()
         self._counts = [0] * len(_KNOTS)
         self._first = [0.0] * len(_KNOTS)
-        self._level: float | None = None
+        self.level: float | None = None
         self._times: list[float] | None = None
 
     def note(self, extra: int, duration_s: float) -> None:
         measured = math.log(max(duration_s, 1e-6))
-        if self._level is None:
+        if self.level is None:
             if extra == 0:
-                self._level = measured
+                self.level = measured
             return
-        surprise = measured - self._level - math.log(self.times()[extra])
+        surprise = measured - self.level - math.log(self.times()[extra])
         surprise = min(max(surprise, -_MAX_SURPRISE), _MAX_SURPRISE)
         knot = bisect_left(_KNOTS, extra)
         if extra == 0:
-            self._level += _LEVEL_RATE * surprise
+            self.level += _LEVEL_RATE * surprise
             self._values += _DOUBT * (self._prior - self._values)
         elif self._counts[knot] < _NUM_TRIALS:
             # What may have been held up by something else is not believed before it was seen twice.
             self._counts[knot] += 1
-            relative = measured - self._level + math.log(self.times()[_KNOTS[knot]] / self.times()[extra])
+            relative = measured - self.level + math.log(self.times()[_KNOTS[knot]] / self.times()[extra])
             before = self._values[knot] if self._counts[knot] == 1 else self._first[knot]
             self._first[knot] = relative
             self._values[knot] = min(before, relative)
             self._times = None
         else:
-            self._level += _LEVEL_RATE * surprise
+            self.level += _LEVEL_RATE * surprise
             self._values[knot] += _CURVE_RATE * surprise
             self._times = None
 
@@ -99,20 +101,26 @@ class StepCosts:
         """The time of a step with `extra` drafts relative to one without."""
         return self._curve(base).times()[extra]
 
+    def step_s(self, base: int) -> float | None:
+        """Seconds that a step of `base` decoding sequences takes without drafts; None before there was one."""
+        level = self._curve(base).level
+        return None if level is None else math.exp(level)
+
     def lengths(self, base: int, chances: Seq[Seq[float]]) -> list[int]:
         """How many drafts of each sequence to check, so that most tokens come out per second; all 0 if none pay.
 
         Args:
-            base: decoding sequences of the step.
+            base: decoding sequences of the step. The first step of any number has no drafts: it is what others are
+                compared with.
             chances: per sequence, of each of its drafts, that it and those before it are right; not increasing.
         """
-        if not any(chances):
+        if not any(chances) or self.step_s(base) is None:
             return [0] * len(chances)
         times = self._curve(base).times()
         ordered = sorted(
             ((chance, index) for index, of_one in enumerate(chances) for chance in of_one), key=lambda pair: -pair[0]
         )
-        best, num_best = base * _MIN_GAIN, 0
+        best, num_best = base * MIN_GAIN, 0
         expected = float(base)
         for count, (chance, _) in enumerate(ordered[:MAX_DRAFT_ROWS], 1):
             expected += chance

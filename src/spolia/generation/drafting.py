@@ -25,7 +25,14 @@ _MIN_CHANCE = 0.05  # what is less likely is not even considered
 _STEPS = (0, 1, 2, 3, 4, 6, 9, 13, 17, 33)
 _CAUTIOUS = (0.2, 0.3, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 _TRUSTING = (0.6, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9, 0.9)
-_PRIORS = {"tree": _TRUSTING, "form": _TRUSTING, "prediction": _TRUSTING, "model": _TRUSTING}
+_BY_CERTAINTY = (0.1, 0.15, 0.25, 0.35, 0.4, 0.5, 0.6, 0.65, 0.75, 0.9)
+_PRIORS = {
+    "tree": _TRUSTING,
+    "form": _TRUSTING,
+    "prediction": _TRUSTING,
+    "model": _BY_CERTAINTY,
+    "any of model": _TRUSTING,
+}
 _BUCKETS = [sum(step <= length for step in _STEPS) - 1 for length in range(_STEPS[-1] + 1)]
 
 _PRIOR_WEIGHT = 4.0  # so many observations is a prior worth
