@@ -1,17 +1,21 @@
-"""Whether speculation pays: time a generated token with `speculation="auto"` beside "off", by kind of prompt.
+"""Whether speculation pays: time a generated token with speculation beside the same without, by kind of prompt.
 
-Each prompt is answered greedily by both engines in turn, the order changing from prompt to prompt, so that both see the
-same machine; the answers must be the same tokens. Only the time after the first token counts: prefill is not what
-speculation changes. Kinds are
+One engine answers each prompt twice, greedily, with `speculation` true and false, in turn, the order changing from
+prompt to prompt, each way with a cache of its own; the answers must be the same tokens. Only the time after the first
+token counts: prefill is not what speculation changes. Kinds are
 
-    regenerated    an answer that was given before is asked for again
-    edited         a file of code is to be written again with a name changed
-    CATEGORY       of the prompts in FILE: JSON lines with `category` and `turns`, as Spec-Bench has them
-    dialogue       of the prompts in FILE: JSON lines with `messages`, each answered where its last agent's turn begins
+    edited         a file of code is to be written again with a name changed, --edits; once more with the old file as
+    predicted      OpenAI's `prediction`
+    CATEGORY       of the prompts in --prompts FILE: JSON lines with `category` and `turns`, as Spec-Bench has them
+    replayed       the dialogues in --replay FILE: JSON lines with `messages`; each reply of the assistant as it was
+                   recorded, turn after turn, whatever this model would have said: it is forced to
+    regenerated    each of the above but the replayed is asked for once more
 
-Prints a JSON line a kind: tokens/s of both, their ratio (more than 1 is better), the share of guesses that were right.
+Prints a JSON line a kind: tokens/s without and with, their ratio (more than 1 is better), what was drafted and how much
+of it was right; and last the worst ratio.
 
-    python benchmarks/speculation.py MODEL [--prompts FILE ...] [--limit N] [--tokens N]
+    python benchmarks/speculation.py MODEL [--edits] [--prompts FILE] [--replay FILE] [--limit N] [--tokens N]
+        [--draft-model MODEL] [--seconds S]
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from spolia import LLM, SamplingParams
 
@@ -41,12 +46,22 @@ def average(prices, rate):
     if not prices:
         return 0
     return total(prices, rate) / len(prices)
+
+
+def cheapest(prices, rate):
+    """The lowest price, tax included."""
+    result = None
+    for price in prices:
+        if result is None or price * (1 + rate) < result:
+            result = price * (1 + rate)
+    return result
 '''
+ROOM = 4_096  # tokens of a prompt and its answer
 
 
 @dataclass
 class Arm:
-    """What one engine did with one kind of prompt."""
+    """What one way of answering did with one kind of prompt."""
 
     num_tokens: int = 0
     seconds: float = 0.0
@@ -58,15 +73,27 @@ class Arm:
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
 
-def answer(llm: LLM, ids: list[int], num_tokens: int, arm: Arm | None) -> tuple[int, ...]:
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+class Task(NamedTuple):
+    """A prompt, and how it is answered; `said`: the answer that is forced, if one is."""
+
+    kind: str
+    ids: list[int]
+    params: SamplingParams
+    said: tuple[int, ...] = ()
+
+
+def answer(llm: LLM, task: Task, *, speculation: bool, arm: Arm) -> tuple[int, ...]:
+    params = replace(task.params, speculation=speculation)
+    if task.said:
+        start, said = len(task.ids), task.said
+        params = replace(params, prefix_allowed_tokens_fn=lambda _, ids: [said[len(ids) - start]], ignore_eos=True)
     first_s = None
-    for delta in llm.stream(ids, params):
+    for delta in llm.stream(task.ids, params, cache_salt="with" if speculation else "without"):
         now_s = time.perf_counter()
         first_s = first_s or now_s
         if delta.output is not None:
             output = delta.output
-    if arm is not None and len(output.token_ids) > 1:
+    if len(output.token_ids) > 1:
         arm.num_tokens += len(output.token_ids) - 1
         arm.seconds += now_s - (first_s or now_s)
         arm.num_drafted += output.num_drafted_tokens
@@ -74,70 +101,98 @@ def answer(llm: LLM, ids: list[int], num_tokens: int, arm: Arm | None) -> tuple[
     return output.token_ids
 
 
-def chat_ids(llm: LLM, messages: list[dict[str, str]]) -> list[int]:
-    return llm.chat_prompt(messages)
-
-
-def prompts(llm: LLM, path: str, limit: int) -> Iterator[tuple[str, list[int]]]:
-    """Kind and token ids of each prompt of a file, `limit` of each kind."""
-    taken: dict[str, int] = defaultdict(int)
+def lines(path: str) -> Iterator[dict[str, Any]]:
     with gzip.open(path, "rt") if path.endswith(".gz") else open(path) as file:
-        for line in file:
-            item = json.loads(line)
-            if "turns" in item:
-                kind, messages = item["category"], [{"role": "user", "content": item["turns"][0]}]
-            else:
-                kind, messages = "dialogue", _before_last_answer(item["messages"])
-            if messages and taken[kind] < limit:
-                taken[kind] += 1
-                yield kind, chat_ids(llm, messages)
+        yield from map(json.loads, file)
 
 
-def _before_last_answer(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    texts = [{"role": m["role"], "content": m["content"]} for m in messages if m.get("content") and m["role"] != "tool"]
-    while texts and texts[-1]["role"] != "user":
-        texts.pop()
-    return texts
-
-
-def workload(llm: LLM, files: list[str], limit: int) -> Iterator[tuple[str, list[int]]]:
-    for old, new in (("price", "cost"), ("rate", "tax"), ("result", "amount")):
+def edits(llm: LLM, num_tokens: int) -> Iterator[Task]:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+    for old, new in (("price", "cost"), ("rate", "tax"), ("result", "amount"), ("average", "mean")):
         text = f"Write this file again, with `{new}` in place of `{old}`, and nothing else.\n\n```python\n{CODE}```"
-        yield "edited", chat_ids(llm, [{"role": "user", "content": text}])
-    for path in files:
-        yield from prompts(llm, path, limit)
+        ids = llm.chat_prompt([{"role": "user", "content": text}])
+        yield Task("edited", ids, params)
+        yield Task("predicted", ids, replace(params, prediction=CODE))
+
+
+def categories(llm: LLM, path: str, limit: int, num_tokens: int) -> Iterator[Task]:
+    """`limit` prompts of each category, the categories in turn."""
+    by_kind: dict[str, list[str]] = defaultdict(list)
+    for item in lines(path):
+        by_kind[item["category"]].append(item["turns"][0])
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    for index in range(limit):
+        for kind, texts in by_kind.items():
+            if index < len(texts):
+                ids = llm.chat_prompt([{"role": "user", "content": texts[index]}])
+                yield Task(kind, ids[: ROOM - num_tokens], params)
+
+
+def replays(llm: LLM, path: str, num_tokens: int) -> Iterator[Task]:
+    for item in lines(path):
+        messages: list[dict[str, str]] = []
+        for message in item["messages"]:
+            text = {"role": message["role"], "content": message.get("content") or ""}
+            if message["role"] == "assistant" and messages and text["content"]:
+                ids = llm.chat_prompt(messages)
+                said = tuple(llm.model.tokenizer.encode(text["content"], add_special=False)[:num_tokens])
+                if len(ids) + len(said) > ROOM:
+                    break
+                if len(said) > 8:
+                    yield Task("replayed", ids, SamplingParams(temperature=0.0, max_tokens=len(said)), said)
+            messages.append(text if text["role"] != "tool" else {"role": "user", "content": text["content"]})
+
+
+def tasks(llm: LLM, given: argparse.Namespace) -> Iterator[Task]:
+    if given.edits:
+        yield from edits(llm, given.tokens)
+    if given.prompts:
+        yield from categories(llm, given.prompts, given.limit, given.tokens)
+    if given.replay:
+        yield from replays(llm, given.replay, given.tokens)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("model")
-    parser.add_argument("--prompts", action="append", default=[])
-    parser.add_argument("--limit", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--edits", action="store_true")
+    parser.add_argument("--prompts")
+    parser.add_argument("--replay")
+    parser.add_argument("--limit", type=int, default=5, help="prompts of each category")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no prompt after so long")
+    parser.add_argument("--draft-model")
     given = parser.parse_args()
+    begun_s = time.perf_counter()
     arms: dict[str, tuple[Arm, Arm]] = defaultdict(lambda: (Arm(), Arm()))
-    with LLM(given.model) as off, LLM(given.model, speculation="auto") as auto:
-        room = min(off.config.max_context or 0, 4_096) - given.tokens
-        for index, (kind, ids) in enumerate(workload(off, given.prompts, given.limit)):
-            kept = ids[-room:]
-            order = (0, 1) if index % 2 else (1, 0)
-            for asked_before, name in ((False, kind), (True, "regenerated")):
+    with LLM(given.model, speculation="auto", draft_model=given.draft_model, max_context=ROOM) as llm:
+        warm = Task("", llm.chat_prompt([{"role": "user", "content": "Hello"}]), SamplingParams(max_tokens=16))
+        answer(llm, warm, speculation=False, arm=Arm())
+        for index, task in enumerate(tasks(llm, given)):
+            if time.perf_counter() - begun_s > given.seconds:
+                break
+            names = [task.kind] if task.said else [task.kind, "regenerated"]
+            for name in names:
                 answers = {}
-                for arm in order:
-                    answers[arm] = answer((off, auto)[arm], kept, given.tokens, arms[name][arm])
-                if answers[0] != answers[1]:
-                    raise SystemExit(f"{name}: the answers differ; asked before: {asked_before}")
+                for speculation in (True, False) if index % 2 else (False, True):
+                    arm = arms[name][speculation]
+                    answers[speculation] = answer(llm, task, speculation=speculation, arm=arm)
+                if answers[True] != answers[False]:
+                    raise SystemExit(f"{name}: the answers differ")
     for kind, (plain, fast) in sorted(arms.items()):
         figures = {
             "kind": kind,
             "model": given.model,
-            "off_tokens_per_s": round(plain.speed, 1),
-            "auto_tokens_per_s": round(fast.speed, 1),
+            "tokens": plain.num_tokens,
+            "without_tokens_per_s": round(plain.speed, 1),
+            "with_tokens_per_s": round(fast.speed, 1),
             "ratio": round(fast.speed / plain.speed, 3) if plain.speed else None,
-            "guesses_right": round(fast.num_accepted / fast.num_drafted, 3) if fast.num_drafted else None,
+            "drafted": fast.num_drafted,
+            "accepted": fast.num_accepted,
             "machine": platform.processor() or platform.machine(),
         }
         print(json.dumps(figures))
+    print(json.dumps({"worst": min(fast.speed / plain.speed for plain, fast in arms.values() if plain.speed)}))
 
 
 if __name__ == "__main__":
