@@ -89,3 +89,14 @@ def test_llama_cpps_timings_tell_it(url):
     httpx.post(f"{url}/completion", json=body)
     timings = httpx.post(f"{url}/completion", json=body).json()["timings"]
     assert timings["draft_n"] >= timings["draft_n_accepted"] > 15
+
+
+def test_an_explanation_says_of_each_token_whether_it_was_drafted(client):
+    said = ask(client, "explained").choices[0].message.content
+    options = {"explain": True, "explain_candidates": 1}
+    reply = ask(client, "explained too", prediction={"type": "content", "content": said}, extra_body=options)
+    tokens = reply.spolia["choices"][0]["tokens"]
+    drafted = [token["drafted"] for token in tokens]
+    assert "".join(token["token"] for token in tokens) == said
+    assert drafted[0] is None
+    assert drafted.count("prediction") == reply.usage.completion_tokens_details.accepted_prediction_tokens

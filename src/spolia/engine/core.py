@@ -309,7 +309,7 @@ class EngineCore:
                 drafts = sequence.token_ids[known:stop].tolist()
                 checks.append(_Check(sequence, row + known - 1 - first, drafts))
                 if drafts and sequence.guesser is not None:
-                    sequence.guesser.count(sequence.draft_source, len(drafts), 0)
+                    sequence.guesser.note_drafted(sequence.draft_source, len(drafts))
             row += stop - first
         num_sampled = 0
         now_s: float | None = None
@@ -471,7 +471,7 @@ class _Check:
             return False
         self.num_accepted += 1
         if sequence.guesser is not None:
-            sequence.guesser.count(sequence.draft_source, 0, 1)
+            sequence.guesser.note_foreseen(sequence.draft_source, sequence.num_tokens)
         return True
 
     def goes_on(self) -> bool:

@@ -52,6 +52,7 @@ class RequestOutput:
         prompt_logprobs: where asked for, one entry a prompt token from the second on: nothing comes before the first.
         decisions: where asked for, per generated token the likeliest candidates after each stage.
         drafts: what speculation guessed ahead, by where the guesses were from.
+        foreseen: by index in `token_ids`, where the guess of a token was from that was guessed ahead.
         seed: the one that was used; passing it again gives the same answer.
         namespace: who may share its KV.
         outcome: how it ended, for retention.
@@ -81,6 +82,7 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     decisions: tuple[tuple[Stage, ...], ...] | None = None
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
+    foreseen: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def num_drafted_tokens(self) -> int:

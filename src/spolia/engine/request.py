@@ -240,6 +240,9 @@ class Sequence:
             restored=self.restored,
         )
 
+    def _by_index(self, foreseen: dict[int, str]) -> dict[int, str]:
+        return {position - self.num_prompt_tokens: source for position, source in foreseen.items()}
+
     def _evicted_age_s(self) -> float | None:
         evicted = None if self.explanation is None else self.explanation.evicted
         return None if evicted is None or self.first_step_s is None else self.first_step_s - evicted.time
@@ -348,6 +351,7 @@ class Sequence:
             prompt_logprobs=None if self.request.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
             decisions=self.request.decisions,
             drafts={} if self.guesser is None else dict(self.guesser.counts),
+            foreseen={} if self.guesser is None else self._by_index(self.guesser.foreseen),
             timings=Timings(
                 queue_s=None if self.first_step_s is None else self.first_step_s - arrival_s,
                 first_token_s=None if self.first_token_s is None else self.first_token_s - arrival_s,

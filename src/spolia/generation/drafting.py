@@ -117,6 +117,7 @@ class Guesser:
     Attributes:
         acceptance: what is known of its guesses.
         counts: what was drafted, by source.
+        foreseen: the position of each draft that was right, and its source.
         num_idle: steps since something was drafted; its owner counts.
     """
 
@@ -133,6 +134,7 @@ class Guesser:
     ) -> None:
         self.acceptance = Acceptance(known)
         self.counts: dict[str, DraftCount] = {}
+        self.foreseen: dict[int, str] = {}
         self.num_idle = 0
         self._index = index
         self._looks_back = looks_back or prediction is not None
@@ -242,9 +244,14 @@ class Guesser:
         position += offset
         return text.ids.item(position) if position < text.num_tokens else None
 
-    def count(self, source: str, num_drafted: int, num_accepted: int) -> None:
-        """So many drafts were checked."""
-        self.counts[source] = self.counts.get(source, DraftCount()).plus(num_drafted, num_accepted)
+    def note_drafted(self, source: str, num_drafted: int) -> None:
+        """So many tokens were drafted."""
+        self.counts[source] = self.counts.get(source, DraftCount()).plus(num_drafted, 0)
+
+    def note_foreseen(self, source: str, position: int) -> None:
+        """The draft at this position was right."""
+        self.counts[source] = self.counts.get(source, DraftCount()).plus(0, 1)
+        self.foreseen[position] = source
 
     def close(self, num_tokens: int) -> None:
         """The sequence has ended with so many tokens."""

@@ -255,6 +255,7 @@ class Answer:
             {
                 "token_id": token_id,
                 "token": text(token_id),
+                "drafted": output.foreseen.get(index),
                 "stages": [
                     {
                         "name": stage.name,
@@ -264,7 +265,7 @@ class Answer:
                     for stage in stages
                 ],
             }
-            for token_id, stages in zip(output.token_ids, output.decisions, strict=False)
+            for index, (token_id, stages) in enumerate(zip(output.token_ids, output.decisions, strict=False))
         ]
         return {
             "tokens": tokens,
