@@ -24,10 +24,10 @@ class Values:
         self.program = Program((), 0, layers, 0)
 
     def load_kv(self, group, block):
-        return [block.view(np.float32).reshape(self.shape)]
+        return [block.view(np.float32).reshape(1, *self.shape)]
 
-    def store_kv(self, group, layers, block) -> None:
-        block[:] = layers[0].ravel().view(np.uint8)
+    def store_kv(self, group, runs, block) -> None:
+        block[:] = runs[0].ravel().view(np.uint8)
 
     def there_and_back(self, kind: str, kv: np.ndarray) -> np.ndarray:
         codec = KvCodec(self.program, self, kind)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal, Protocol
 
 import numpy as np
@@ -276,6 +277,11 @@ class Program:
             CacheGroup(w, tuple(i for i, layer in enumerate(self.cache_layers) if layer.window == w)) for w in windows
         )
 
+    def layer_runs(self, group: int) -> list[tuple[CacheLayer, int]]:
+        """A cache group's layers in order: those alike that follow each other, and how many they are."""
+        layers = (self.cache_layers[index] for index in self.cache_groups[group].layers)
+        return [(layer, len(list(run))) for layer, run in groupby(layers)]
+
 
 @dataclass(slots=True)
 class ProgramBuilder:
@@ -440,9 +446,11 @@ class Executable(Protocol):
         """Use these pools, one uint8 `[num_blocks, block_bytes(group)]` a group, until the next call; kept alive."""
 
     def load_kv(self, group: int, block: NDArray[np.uint8]) -> list[NDArray[np.float32]]:
-        """A block's values by layer, float32 `[2, num_kv_heads, 16, head_dim]`: K, then V. Any thread may call."""
+        """A block's values, float32 `[num_layers, 2, num_kv_heads, 16, head_dim]` (K, then V) for each run of layers
+        that are alike. Any thread may call.
+        """
 
-    def store_kv(self, group: int, layers: list[NDArray[np.float32]], block: NDArray[np.uint8]) -> None:
+    def store_kv(self, group: int, runs: list[NDArray[np.float32]], block: NDArray[np.uint8]) -> None:
         """Write a block, rounding to `kv_dtype`. Any thread may call."""
 
     def run(

@@ -183,13 +183,13 @@ class ReferenceExecutable:
 
     def load_kv(self, group: int, block: NDArray[np.uint8]) -> list[Floats]:
         return [
-            np.ascontiguousarray(to_float32(part, self._kv_dtype).transpose(0, 2, 1, 3))
-            for part in self._layer_parts(group, block)
+            np.ascontiguousarray(to_float32(part, self._kv_dtype).transpose(0, 1, 3, 2, 4))
+            for part in self._run_parts(group, block)
         ]
 
-    def store_kv(self, group: int, layers: list[Floats], block: NDArray[np.uint8]) -> None:
-        for part, kv in zip(self._layer_parts(group, block), layers, strict=True):
-            part[:] = to_storage(kv.transpose(0, 2, 1, 3), self._kv_dtype)
+    def store_kv(self, group: int, runs: list[Floats], block: NDArray[np.uint8]) -> None:
+        for part, kv in zip(self._run_parts(group, block), runs, strict=True):
+            part[:] = to_storage(kv.transpose(0, 1, 3, 2, 4), self._kv_dtype)
 
     def run(
         self, step: StepInputs, logits: NDArray[np.float32] | None, hidden: NDArray[np.float32] | None = None
@@ -278,14 +278,14 @@ class ReferenceExecutable:
         part = self._pools[group][:, begin : begin + self._layer_bytes(layer)]
         return part.view(STORAGE[self._kv_dtype]).reshape(-1, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
 
-    def _layer_parts(self, group: int, block: NDArray[np.uint8]) -> list[NDArray[np.generic]]:
-        """Views `[2, 16, num_kv_heads, head_dim]` of one block of a group, by layer."""
-        views, begin = [], 0
-        for layer in self._program.cache_groups[group].layers:
-            shape, end = self._program.cache_layers[layer], begin + self._layer_bytes(layer)
-            part = block[begin:end].view(STORAGE[self._kv_dtype])
-            views.append(part.reshape(2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim))
-            begin = end
+    def _run_parts(self, group: int, block: NDArray[np.uint8]) -> list[NDArray[np.generic]]:
+        """Views `[num_layers, 2, 16, num_kv_heads, head_dim]` of one block of a group, by run of layers."""
+        elements, views = block.view(STORAGE[self._kv_dtype]), []
+        for layer, num_layers in self._program.layer_runs(group):
+            shape = (num_layers, 2, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
+            size = math.prod(shape)
+            views.append(elements[:size].reshape(shape))
+            elements = elements[size:]
         return views
 
     def _layer_bytes(self, layer: int) -> int:

@@ -53,8 +53,8 @@ class CpuExecutable:
         self._native = _cpu.Executable(self.plan, level or "", program.vocab_size, num_threads)
         self._pools: tuple[NDArray[np.uint8], ...] = ()
         self._layouts = [
-            [KvLayout(program.cache_layers[layer], kv_dtype) for layer in group.layers]
-            for group in program.cache_groups
+            [KvLayout(layer, num_layers, kv_dtype) for layer, num_layers in program.layer_runs(group)]
+            for group in range(len(program.cache_groups))
         ]
 
     @property
@@ -96,8 +96,8 @@ class CpuExecutable:
     def load_kv(self, group: int, block: NDArray[np.uint8]) -> list[NDArray[np.float32]]:
         return [layout.load(part) for layout, part in self._parts(group, block)]
 
-    def store_kv(self, group: int, layers: list[NDArray[np.float32]], block: NDArray[np.uint8]) -> None:
-        for (layout, part), kv in zip(self._parts(group, block), layers, strict=True):
+    def store_kv(self, group: int, runs: list[NDArray[np.float32]], block: NDArray[np.uint8]) -> None:
+        for (layout, part), kv in zip(self._parts(group, block), runs, strict=True):
             layout.store(kv, part)
 
     def _parts(self, group: int, block: NDArray[np.uint8]) -> Iterator[tuple[KvLayout, NDArray[np.uint8]]]:

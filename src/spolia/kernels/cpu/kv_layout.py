@@ -17,42 +17,48 @@ __all__ = ["KvLayout"]
 
 
 class KvLayout:
-    """One layer's part of a block: views of its K and V by token, whatever their order in memory."""
+    """The part of a block that layers of one shape take which follow each other."""
 
-    def __init__(self, layer: CacheLayer, kv_dtype: KvDtype) -> None:
-        self._layer = layer
+    def __init__(self, layer: CacheLayer, num_layers: int, kv_dtype: KvDtype) -> None:
+        self._shape = (num_layers, 2, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
         self._kv_dtype: KvDtype = kv_dtype
         self._pack = 2 if kv_dtype == "bf16" else 1
         self._depth = -(-layer.head_dim // 2) * 2
         self._width = -(-layer.head_dim // BLOCK_SIZE) * BLOCK_SIZE
         item_bytes = np.dtype(STORAGE[kv_dtype]).itemsize
-        self.num_bytes = layer.num_kv_heads * BLOCK_SIZE * (self._depth + self._width) * item_bytes
+        self.num_bytes = num_layers * layer.num_kv_heads * BLOCK_SIZE * (self._depth + self._width) * item_bytes
 
     def load(self, part: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """float32 `[2, num_kv_heads, 16, head_dim]` of the layer's `num_bytes` bytes."""
+        """float32 `[num_layers, 2, num_kv_heads, 16, head_dim]` of `num_bytes` bytes."""
         k, v = self._views(part)
-        size = self._layer.head_dim
-        heads = self._layer.num_kv_heads
-        both = np.empty((2, heads, BLOCK_SIZE, size), STORAGE[self._kv_dtype])
-        both[0] = k.transpose(0, 2, 1, 3).reshape(heads, BLOCK_SIZE, -1)[..., :size]
-        both[1] = v.transpose(0, 1, 3, 2).reshape(heads, BLOCK_SIZE, -1)[..., :size]
+        num_layers, _, num_heads, _, head_dim = self._shape
+        both = np.empty(self._shape, STORAGE[self._kv_dtype])
+        both[:, 0] = k.transpose(0, 1, 3, 2, 4).reshape(num_layers, num_heads, BLOCK_SIZE, -1)[..., :head_dim]
+        both[:, 1] = v.transpose(0, 1, 2, 4, 3).reshape(num_layers, num_heads, BLOCK_SIZE, -1)[..., :head_dim]
         return to_float32(both, self._kv_dtype)
 
     def store(self, kv: NDArray[np.float32], part: NDArray[np.uint8]) -> None:
-        """The other way round; padding of K becomes 0, of V whatever."""
+        """The other way round; what pads becomes 0."""
         k, v = self._views(part)
-        heads, pack = self._layer.num_kv_heads, self._pack
+        heads = (self._shape[0], self._shape[2])
         stored = to_storage(kv, self._kv_dtype)
-        padded = np.zeros((heads, BLOCK_SIZE, max(self._depth, self._width)), stored.dtype)
-        padded[..., : self._layer.head_dim] = stored[0]
-        k[:] = padded[..., : self._depth].reshape(heads, BLOCK_SIZE, -1, pack).transpose(0, 2, 1, 3)
-        padded[..., : self._layer.head_dim] = stored[1]
-        v[:] = padded[..., : self._width].reshape(heads, -1, pack, self._width).transpose(0, 1, 3, 2)
+        keys = self._padded(stored[:, 0], self._depth).reshape(*heads, BLOCK_SIZE, -1, self._pack)
+        values = self._padded(stored[:, 1], self._width).reshape(*heads, -1, self._pack, self._width)
+        k[:] = keys.transpose(0, 1, 3, 2, 4)
+        v[:] = values.transpose(0, 1, 2, 4, 3)
+
+    def _padded(self, x: NDArray[np.generic], width: int) -> NDArray[np.generic]:
+        if x.shape[-1] == width:
+            return x
+        padded = np.zeros((*x.shape[:-1], width), x.dtype)
+        padded[..., : x.shape[-1]] = x
+        return padded
 
     def _views(self, part: NDArray[np.uint8]) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
-        heads = part.view(STORAGE[self._kv_dtype]).reshape(self._layer.num_kv_heads, -1)
-        k, v = heads[:, : BLOCK_SIZE * self._depth], heads[:, BLOCK_SIZE * self._depth :]
+        heads = (self._shape[0], self._shape[2])
+        elements = part.view(STORAGE[self._kv_dtype]).reshape(*heads, -1)
+        k, v = elements[..., : BLOCK_SIZE * self._depth], elements[..., BLOCK_SIZE * self._depth :]
         return (
-            k.reshape(len(heads), -1, BLOCK_SIZE, self._pack),
-            v.reshape(len(heads), -1, self._width, self._pack),
+            k.reshape(*heads, -1, BLOCK_SIZE, self._pack),
+            v.reshape(*heads, -1, self._width, self._pack),
         )
