@@ -64,6 +64,17 @@ def blocks_of(message: Any) -> list[Any]:
     return [block.text if block.type == "text" else (block.name, block.input) for block in message.content]
 
 
+def test_system_messages_may_stand_among_the_others(client):
+    """Claude Code sends some."""
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": "hello"},
+    ]
+    reply = client.messages.create(model="scripted", max_tokens=100, messages=messages)  # type: ignore[arg-type]
+    assert reply.content[0].text == SCRIPT["user: hello"]
+
+
 def test_a_message_is_answered_with_text(client):
     reply = ask(client, "hello")
     assert (reply.type, reply.role, reply.model) == ("message", "assistant", "scripted")
@@ -178,7 +189,7 @@ def test_a_breakpoint_in_a_message_counts_up_to_its_block(client):
 
 
 BAD = [
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "developer", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]}, "tool_use_id"),

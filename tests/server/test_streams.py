@@ -14,6 +14,7 @@ import pytest
 from engine.toy import toy_answer
 from spolia.engine import AsyncEngine
 from spolia.server import create_app
+from spolia.server.sse import with_signs_of_life
 
 from .harness import Pace, chatty_engine, eventually, metric, serving
 
@@ -167,3 +168,23 @@ def test_a_reader_that_is_behind_gets_several_tokens_an_event():
     assert [id_ for choice in choices for id_ in choice["token_ids"]] == toy_answer([5], 300)
     assert sum(len(choice["logprobs"]["tokens"]) for choice in choices) == 300
     assert choices[-1]["finish_reason"] == "length"
+
+
+def test_a_silent_stream_gives_signs_of_life_and_loses_nothing():
+    async def test() -> None:
+        may_go_on = asyncio.Event()
+
+        async def events():
+            yield b"one"
+            await may_go_on.wait()
+            yield b"two"
+
+        seen: list[bytes] = []
+        async for data in with_signs_of_life(events(), b"ping", interval_s=0.01):
+            seen.append(data)
+            if seen.count(b"ping") == 3:
+                may_go_on.set()
+        assert [data for data in seen if data != b"ping"] == [b"one", b"two"]
+        assert seen.index(b"two") > seen.index(b"ping")
+
+    asyncio.run(test())

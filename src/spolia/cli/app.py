@@ -180,6 +180,10 @@ def serve(
     kv_events_replay: Annotated[
         str | None, typer.Option(metavar="ENDPOINT", help="Where those events can be asked for again, over ZMQ.")
     ] = None,
+    mcp: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='MCP servers whose tools chat requests with "mcp" may use. Default: none.'),
+    ] = None,
     slot_save_path: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where llama.cpp's clients may save slots. Default: nowhere.")
     ] = None,
@@ -250,6 +254,7 @@ def serve(
         "kv_events_replay": kv_events_replay,
         "memory_bytes": memory,
         "slot_save_path": slot_save_path,
+        "mcp": mcp,
     }
     run(
         models or [],

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from spolia.cli.recording import Recording
 from spolia.engine import AsyncEngine, EngineConfig
 from spolia.errors import InvalidRequest, SpoliaError
 from spolia.models import list_models
-from spolia.server import ServerConfig, listen, log_fields, parse_duration, read_keys, set_up_logging
+from spolia.server import ServerConfig, listen, log_fields, parse_duration, read_keys, read_mcp_file, set_up_logging
 
 __all__ = ["run"]
 
@@ -69,6 +70,10 @@ def run(
         if keep_alive is not None:
             given["keep_alive_s"] = parse_duration(keep_alive)
         settings = ServerConfig(**given)
+        if settings.mcp is not None:
+            read_mcp_file(settings.mcp)
+            if find_spec("mcp") is None:
+                raise InvalidRequest("--mcp needs the SDK of MCP: pip install 'spolia[mcp]'", param="mcp")
         if settings.keys is not None:
             read_keys(settings.keys)  # what is wrong with it is told before anything takes time
     except SpoliaError:

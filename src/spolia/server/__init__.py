@@ -21,6 +21,7 @@ from spolia.server.logs import log_fields, set_up_logging
 if TYPE_CHECKING:
     from spolia.server.access.keys import read_keys
     from spolia.server.app import create_app
+    from spolia.server.mcp.config import read_mcp_file
     from spolia.server.served import ModelSource
     from spolia.server.serving import serve
 
@@ -32,11 +33,18 @@ __all__ = [
     "log_fields",
     "parse_duration",
     "read_keys",
+    "read_mcp_file",
     "serve",
     "set_up_logging",
 ]
 
-_HOMES = {"ModelSource": "served", "create_app": "app", "read_keys": "access.keys", "serve": "serving"}
+_HOMES = {
+    "ModelSource": "served",
+    "create_app": "app",
+    "read_keys": "access.keys",
+    "read_mcp_file": "mcp.config",
+    "serve": "serving",
+}
 
 
 def __getattr__(name: str) -> Any:

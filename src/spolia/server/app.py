@@ -26,6 +26,7 @@ from spolia.server.embeddings import EmbeddingEndpoint
 from spolia.server.errors import handle_disconnect, handle_error, handle_http_exception
 from spolia.server.events import EventEndpoints
 from spolia.server.llamacpp import LlamaCppEndpoints
+from spolia.server.mcp import McpChat, McpServers, read_mcp_file
 from spolia.server.ollama import OllamaEndpoints, OllamaLibrary
 from spolia.server.page import PageEndpoints
 from spolia.server.responses import ResponsesEndpoints
@@ -58,7 +59,8 @@ def create_app(
         library: further models that requests may want.
 
     Raises:
-        InvalidRequest: the key file cannot be read, or what it says is not allowed; or OpenTelemetry is not installed.
+        InvalidRequest: the file of keys or that of MCP servers cannot be read, or what it says is not allowed; or
+            OpenTelemetry is not installed.
     """
     config = config or ServerConfig()
     models = ServedModels(
@@ -67,12 +69,14 @@ def create_app(
         shelf=Shelf(memory_bytes=config.memory_bytes, keep_alive_s=config.keep_alive_s, wait_s=config.load_wait_s),
         library=library,
     )
+    mcp = None if config.mcp is None else McpServers(read_mcp_file(config.mcp))
     streams = ResumableStreams()
     events = EventEndpoints(models)
-    app = _App([*_routes(models, config), *streams.routes(), *events.routes()])
+    app = _App([*_routes(models, config, McpChat(mcp, config)), *streams.routes(), *events.routes()])
     app.state.resumable_streams = streams
     app.state.cache_events = events
     app.state.models = models
+    app.state.mcp = mcp
     app.state.body_deadlines = BodyDeadlines(config.body_timeout_s)
     app.state.tracing = tracing = None if config.traces is None else Tracing(config.traces)
     app.add_middleware(HoldsModels, models=models)
@@ -85,7 +89,7 @@ def create_app(
     return app
 
 
-def _routes(models: ServedModels, config: ServerConfig) -> list[Route]:
+def _routes(models: ServedModels, config: ServerConfig, mcp: McpChat) -> list[Route]:
     """Every API's."""
     return [
         *StatusEndpoints(models).routes(),
@@ -94,7 +98,7 @@ def _routes(models: ServedModels, config: ServerConfig) -> list[Route]:
         *SessionEndpoints(models, config).routes(),
         *TokenizeEndpoints(models, config).routes(),
         Route("POST", "/v1/completions", CompletionEndpoint(models, config).respond, CompletionRequest),
-        Route("POST", "/v1/chat/completions", ChatEndpoint(models, config).respond, ChatRequest),
+        Route("POST", "/v1/chat/completions", ChatEndpoint(models, config, mcp.respond).respond, ChatRequest),
         *EmbeddingEndpoint(models, config).routes(),
         *ResponsesEndpoints(models, config).routes(),
         *AnthropicEndpoints(models, config).routes(),

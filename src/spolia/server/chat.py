@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -37,7 +37,7 @@ from spolia.server.replies import (
     TopLogprob,
 )
 from spolia.server.schema import ChatRequest, chat_messages
-from spolia.server.served import ServedModels
+from spolia.server.served import ServedModel, ServedModels
 from spolia.server.sessions import chat_turn, find_session
 from spolia.server.toolcalls import CallArguments, CallBegan, Text, ToolCallParser, ToolUse, gather
 
@@ -77,17 +77,23 @@ async def encode_chat(model: Model, messages: Sequence[Mapping[str, Any]], **opt
     return await encode(model.tokenizer, render_chat(model, messages, **options), add_special=False)
 
 
-class ChatEndpoint:
-    """Bound to the models and limits of one app."""
+McpResponder: TypeAlias = Callable[[Request, ChatRequest, ServedModel], Awaitable[Response]]
 
-    def __init__(self, models: ServedModels, config: ServerConfig) -> None:
+
+class ChatEndpoint:
+    """Bound to the models and limits of one app; `mcp` answers requests for tools of MCP servers."""
+
+    def __init__(self, models: ServedModels, config: ServerConfig, mcp: McpResponder) -> None:
         self._models = models
         self._config = config
+        self._mcp = mcp
 
     async def respond(self, request: Request) -> Response:
         body = await read_body(request, ChatRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         body.check()
+        if body.mcp:
+            return await self._mcp(request, body, served)
         num_moved_lines = None
         if body.canonicalise:
             body.messages, num_moved_lines = canonical(body.messages)

@@ -25,6 +25,7 @@ class ServerConfig:
         load_wait_s: how long a request waits for its model to be loaded; then it is answered 503, with the reason.
         keys: file of API keys, see `server.access.keys`; None asks nobody for one.
         traces: URL of a collector of OpenTelemetry's, OTLP over HTTP, that gets a trace an answer; None: nobody does.
+        mcp: file of MCP servers, see `server.mcp.config`; None: there are none.
         slot_save_path: folder of the files that llama.cpp's clients save slots to; None: they cannot.
         kv_events: ZMQ endpoint at which events of the caches are published; None: nowhere.
         kv_events_replay: ZMQ endpoint at which they can be asked for again; None: nowhere.
@@ -43,6 +44,7 @@ class ServerConfig:
     load_wait_s: float = 600.0
     keys: Path | None = None
     traces: str | None = None
+    mcp: Path | None = None
     slot_save_path: Path | None = None
     kv_events: str | None = None
     kv_events_replay: str | None = None

@@ -177,6 +177,7 @@ class ChatMessage(msgspec.Struct):
     role: str = "assistant"
     tool_calls: list[ToolCallReply] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    mcp_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -206,6 +207,7 @@ class ChatDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    mcp_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

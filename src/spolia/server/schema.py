@@ -199,6 +199,8 @@ class ChatRequest(SamplingRequest, kw_only=True):
     canonicalise: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_format: str | None = None
+    mcp: bool | list[str] | None = None
+    mcp_max_rounds: int | None = None
 
     def sampling_params(self, choice: int) -> SamplingParams:
         """The parameters of one of `n` choices. Without a limit, as many tokens as the context holds."""

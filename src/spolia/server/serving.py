@@ -20,6 +20,7 @@ from spolia.server.body import BodyDeadlines
 from spolia.server.config import ServerConfig
 from spolia.server.events import EventEndpoints, EventPublisher
 from spolia.server.logs import log_fields
+from spolia.server.mcp import McpServers
 from spolia.server.served import ModelSource, ServedModel, ServedModels
 from spolia.server.tracing import Tracing
 
@@ -94,6 +95,7 @@ class _Server(uvicorn.Server):
         self._body_deadlines: BodyDeadlines = app.state.body_deadlines
         self._events: EventEndpoints = app.state.cache_events
         self._tracing: Tracing | None = app.state.tracing
+        self._mcp: McpServers | None = app.state.mcp
         self._preloading: asyncio.Task[None] | None = None
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -171,5 +173,7 @@ class _Server(uvicorn.Server):
     async def _close_engines(self) -> None:
         if self._preloading is not None:
             self._preloading.cancel()
+        if self._mcp is not None:
+            await self._mcp.close()
         for engine in self.models.loaded().values():
             await engine.aclose()

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-__all__ = ["DONE", "EventStream", "watch_for_disconnect"]
+__all__ = ["DONE", "EventStream", "watch_for_disconnect", "with_signs_of_life"]
 
 DONE = b"data: [DONE]\n\n"
+
+_SIGN_OF_LIFE_S = 10.0
 
 
 async def _wait_for_disconnect(receive: Receive, on_disconnect: Callable[[], None]) -> None:
@@ -29,6 +31,27 @@ def watch_for_disconnect(receive: Receive, on_disconnect: Callable[[], None]) ->
         yield
     finally:
         watcher.cancel()
+
+
+async def with_signs_of_life(
+    events: AsyncIterator[bytes], sign: bytes, interval_s: float = _SIGN_OF_LIFE_S
+) -> AsyncIterator[bytes]:
+    """`events`, and `sign` whenever nothing has come for so long: clients take a long silence for a dead server."""
+    while True:
+        waiting = asyncio.ensure_future(_next(events))
+        try:
+            while not (await asyncio.wait([waiting], timeout=interval_s))[0]:
+                yield sign
+            data = waiting.result()
+        finally:
+            waiting.cancel()
+        if data is None:
+            return
+        yield data
+
+
+async def _next(events: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(events, None)
 
 
 class EventStream(Response):

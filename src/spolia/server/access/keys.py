@@ -11,6 +11,7 @@
     weight = 2.0                       # the tenant's share of what is computed of prompts, beside others'; default 1
     kv_quota = 2_000_000_000           # bytes of KV that the tenant may have cached
     priority = 50                      # of its KV, 0 to 100, where a request says nothing
+    mcp = true                         # may have tools of MCP servers called
     admin = true                       # may see what concerns everybody: metrics, slots, the cache
 
 A change takes effect within a second. A file that cannot be read any more changes nothing, and the log says so.
@@ -47,6 +48,7 @@ class KeySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     priority: int | None = None
     weight: float = 1.0
     kv_quota: int | None = None
+    mcp: bool = False
     admin: bool = False
 
     @property

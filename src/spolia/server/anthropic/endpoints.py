@@ -20,7 +20,7 @@ from spolia.server.config import ServerConfig
 from spolia.server.errors import anthropic_error_body
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
-from spolia.server.sse import EventStream
+from spolia.server.sse import EventStream, with_signs_of_life
 from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, Thought, ToolCall, gather
 from spolia.server.turn import Turn
 
@@ -67,7 +67,8 @@ class AnthropicEndpoints:
         message = _Message(turn, marked)
         headers = {"request-id": turn.answer.id, "x-request-id": turn.answer.id}
         if body.stream:
-            return EventStream(message.events(), on_disconnect=turn.answer.abort, headers=headers)
+            events = with_signs_of_life(message.events(), _event("ping"))
+            return EventStream(events, on_disconnect=turn.answer.abort, headers=headers)
         reply = message.reply(await turn.whole(request))
         return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")
 

@@ -98,8 +98,12 @@ def _tool(tool: Tool, path: str) -> dict[str, Any]:
 def _messages_of(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
     """One of Anthropic's messages as ours: results of tools are messages of their own, in the order of the blocks."""
     role, content = message.get("role"), message.get("content")
+    if role == "system":  # Claude Code has some among the others
+        return [{"role": role, "content": _texts(content, f"{path}.content")}]
     if role not in ("user", "assistant"):
-        raise InvalidRequest(f'{path}.role is {role!r}; it must be "user" or "assistant"', param=f"{path}.role")
+        raise InvalidRequest(
+            f'{path}.role is {role!r}; it must be "user", "assistant" or "system"', param=f"{path}.role"
+        )
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):

@@ -31,7 +31,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
     Attributes:
         system: text, or text blocks.
-        messages: of roles `user` and `assistant`; content is text, or blocks.
+        messages: of roles `user`, `assistant` and `system`; content is text, or blocks.
     """
 
     model: str | None = None
