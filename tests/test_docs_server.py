@@ -43,8 +43,9 @@ def test_a_command_is_answered(url, command):
 
 
 def test_flags_that_are_named_are_there():
-    help_text = subprocess.run(
-        [sys.executable, "-m", "spolia", "serve", "--help"], capture_output=True, text=True, check=True
-    ).stdout
+    help_text = "".join(
+        subprocess.run([sys.executable, "-m", "spolia", *command, "--help"], capture_output=True, text=True).stdout
+        for command in ([], ["serve"])
+    )
     for flag in set(re.findall(r"--[a-z][a-z-]+", TEXT)):
         assert flag in help_text, flag

@@ -59,7 +59,6 @@ app = typer.Typer(
     name="spolia",
     help="LLM inference whose first-class citizen is the KV cache.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -76,8 +75,22 @@ _ONLY = (
     "Which of decode_b1, prefill_1024, warm_2048, batch_128_64, shared_prefix and multiturn to run, with commas; "
     "beginnings will do. Default: all."
 )
+
+
+def _model_names(incomplete: str) -> list[str]:
+    """For the shell: names, and beginnings of paths are the shell's own."""
+    from spolia.models import list_models
+
+    return [listing.name for listing in list_models() if listing.name.startswith(incomplete)]
+
+
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A name that `spolia models` lists, a path, or hf:owner/repo[/file].")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A name that `spolia models` lists, a path, or hf:owner/repo[/file].",
+        autocompletion=_model_names,
+    ),
 ]
 
 
@@ -126,6 +139,7 @@ def serve(
             metavar="[MODEL]...",
             help="Names that `spolia models` lists, paths, or hf:owner/repo[/file]. They are loaded in this order "
             "while there is room, and else by their first request. Default: all that are here, by their first request.",
+            autocompletion=_model_names,
         ),
     ] = None,
     host: Annotated[

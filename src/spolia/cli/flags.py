@@ -380,7 +380,11 @@ def _parameter(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     known = [field.name for field in fields(SamplingParams)]
     if not equals or name not in known:
-        raise typer.BadParameter(f"{text!r} is not NAME=VALUE with one of these names: {', '.join(known)}")
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, known, 3, 0.5)
+        meant = f"did you mean {' or '.join(near)}?" if near else f"names are {', '.join(known)}"
+        raise typer.BadParameter(f"--param takes NAME=VALUE, and {text!r} is no such thing; {meant}")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:

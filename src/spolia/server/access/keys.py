@@ -70,9 +70,12 @@ def read_keys(path: Path) -> list[KeySettings]:
         InvalidRequest: it cannot be read, or what it says is not allowed; the message names the key and the field.
     """
     try:
-        keys = msgspec.convert(tomllib.loads(path.read_text()), _File).keys
+        said = tomllib.loads(path.read_text())
+        if "keys" not in said:
+            raise InvalidRequest(f"the key file {path} has no keys; each is a table [[keys]] with a name and a key")
+        keys = msgspec.convert(said, _File).keys
     except OSError as error:
-        raise InvalidRequest(f"the key file {path}: {error.strerror}") from error
+        raise InvalidRequest(f"the key file {path} cannot be read: {error.strerror}") from error
     except (msgspec.ValidationError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the key file {path}: {error}") from error
     named = [msgspec.structs.replace(each, tenant=each.tenant or each.name) for each in keys]
