@@ -54,6 +54,7 @@ BLOCK_SIZE = 16
 """Tokens of a KV block: one 512-bit vector of float32."""
 
 KvDtype = Literal["bf16", "f16", "f32"]
+_RUN_VALUES = 1 << 15
 ActivationKind = Literal["silu", "gelu_tanh", "gelu"]
 
 
@@ -278,9 +279,16 @@ class Program:
         )
 
     def layer_runs(self, group: int) -> list[tuple[CacheLayer, int]]:
-        """A cache group's layers in order: those alike that follow each other, and how many they are."""
-        layers = (self.cache_layers[index] for index in self.cache_groups[group].layers)
-        return [(layer, len(list(run))) for layer, run in groupby(layers)]
+        """A cache group's layers in order: those alike that follow each other, and how many they are.
+
+        No more at a time than a core's cache holds the KV of, for one block in float32.
+        """
+        runs = []
+        for layer, same in groupby(self.cache_layers[index] for index in self.cache_groups[group].layers):
+            count = len(list(same))
+            most = max(1, _RUN_VALUES // (2 * BLOCK_SIZE * layer.num_kv_heads * layer.head_dim))
+            runs += [(layer, min(most, count - first)) for first in range(0, count, most)]
+        return runs
 
 
 @dataclass(slots=True)
