@@ -348,7 +348,18 @@ def generate(
 
 @app.command(cls=ConfiguredCommand)
 def chat(
-    model: ModelArgument,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A name that `spolia models` lists, a path, or hf:owner/repo[/file]; with --url, one of the server's.",
+            autocompletion=_model_names,
+        ),
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Talk to a model of this server, not of this process.")] = None,
+    key: Annotated[
+        str | None, typer.Option(envvar="SPOLIA_API_KEY", help="An API key, if the server wants one.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
     max_tokens: MaxTokensFlag = None,
     temperature: TemperatureFlag = None,
@@ -373,7 +384,7 @@ def chat(
     config: ConfigFlag = None,
 ) -> None:
     """Talk to MODEL. One line is one message; each answer shows how much of the conversation was reused."""
-    from spolia.cli.chat import run
+    from spolia.cli.chat import run, run_remote
 
     sampling = SamplingFlags(
         max_tokens=max_tokens,
@@ -399,7 +410,12 @@ def chat(
         draft_model=draft_model,
         check=check,
     )
-    run(model, system=system, sampling=sampling, engine=engine)
+    if url is not None:
+        run_remote(url, model=model, key=key, system=system, sampling=sampling, engine=engine)
+    elif model is None:
+        raise InvalidRequest("name a model, such as smollm2, or a running server with --url", param="model")
+    else:
+        run(model, system=system, sampling=sampling, engine=engine)
 
 
 @config_app.command("show", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
-import time
 
 from spolia.cli.flags import CHAT_DEFAULTS, EngineFlags, SamplingFlags
-from spolia.cli.generate import figures
+from spolia.cli.markdown import MarkdownStream
 from spolia.cli.models import fetch
-from spolia.cli.talk import Messages, Talk, cache_bar, explained
-from spolia.engine import LLM, RequestOutput, SamplingParams
+from spolia.cli.partner import LocalPartner, Partner, RemotePartner
+from spolia.cli.talk import Messages, Talk
+from spolia.engine import LLM
 from spolia.errors import InvalidRequest
 
-__all__ = ["run"]
+__all__ = ["run", "run_remote"]
 
-_HELP = """/rewind [N] takes back N exchanges · /fork [NAME] goes on in a copy · /open NAME · /forks · /reset forgets
+_HELP = """/rewind [N] takes back N exchanges · /fork [NAME] goes on in a copy · /open NAME · /sessions · /reset forgets
 /explain: where the last answer came from · /cache: the pools · /quit or Ctrl-D ends · Ctrl-C stops an answer"""
 
 
@@ -31,36 +31,49 @@ def run(source: str, *, system: str | None, sampling: SamplingFlags, engine: Eng
     if engine.draft_model is not None:
         fetch(engine.draft_model)
     with LLM(source, config) as llm:
-        if llm.model.chat_template is None:
-            raise InvalidRequest(f"{source} is a base model without a chat template; use `spolia generate`")
-        conversation = _Conversation(
-            llm, params, Talk([] if system is None else [{"role": "system", "content": system}])
-        )
-        _say(f"{llm.model.describe()}\n{_HELP}")
-        while (line := _read()) is not None:
-            if line in ("/quit", "/exit"):
-                return
-            try:
-                conversation.take(line)
-            except InvalidRequest as error:  # a context that is full, say: whoever sits here can go on from before
-                if not sys.stdin.isatty():
-                    raise
-                _say(f"{error}\n{_HELP}")
+        _talk(LocalPartner(llm, source, params), system)
+
+
+def run_remote(
+    url: str, *, model: str | None, key: str | None, system: str | None, sampling: SamplingFlags, engine: EngineFlags
+) -> None:
+    """The same with a model of a server, the first that it lists if `model` is None.
+
+    Raises:
+        InvalidRequest: a flag that is for the server to have; otherwise as `run`.
+        SpoliaError: the server is not there.
+    """
+    if engine != EngineFlags():
+        raise InvalidRequest("flags of the cache and the engine are the server's own; give them to `spolia serve`")
+    _talk(RemotePartner(url, model, key, sampling.body(**CHAT_DEFAULTS)), system)
+
+
+def _talk(partner: Partner, system: str | None) -> None:
+    conversation = _Conversation(partner, Talk([] if system is None else [{"role": "system", "content": system}]))
+    _say(f"{partner.describe()}\n{_HELP}")
+    while (line := _read()) is not None:
+        if line in ("/quit", "/exit"):
+            return
+        try:
+            conversation.take(line)
+        except InvalidRequest as error:  # a context that is full, say: whoever sits here can go on from before
+            if not sys.stdin.isatty():
+                raise
+            _say(f"{error}\n{_HELP}")
 
 
 class _Conversation:
     """Takes lines: commands, and questions to the model."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, talk: Talk) -> None:
-        self._llm = llm
-        self._params = params
+    def __init__(self, partner: Partner, talk: Talk) -> None:
+        self._partner = partner
         self._talk = talk
-        self._last: RequestOutput | None = None
 
     def take(self, line: str) -> None:
         """
         Raises:
             InvalidRequest: a question that cannot be answered, or a command that cannot be followed.
+            SpoliaError: the server is not there any more.
         """
         command, _, argument = line.partition(" ")
         argument = argument.strip()
@@ -77,16 +90,12 @@ class _Conversation:
             case "/open":
                 self._talk.open(argument)
                 _say(f"now in {argument}")
-            case "/forks":
+            case "/sessions" | "/forks":
                 _say(self._talk.listing())
             case "/explain":
-                _say(
-                    "nothing was answered yet"
-                    if self._last is None
-                    else explained(self._last, self._llm.model.tokenizer)
-                )
+                _say(self._partner.explain() or "nothing was answered yet")
             case "/cache":
-                _say(cache_bar(self._llm.stats.ledger))
+                _say(self._partner.cache())
             case _ if line.startswith("/"):
                 _say(_HELP)
             case _:
@@ -95,19 +104,17 @@ class _Conversation:
     def _answer(self, messages: Messages) -> str:
         """Stream the next turn; returns its text, what there is of it if Ctrl-C stopped it."""
         parts: list[str] = []
-        start_s = time.perf_counter()
+        markdown = MarkdownStream() if sys.stdout.isatty() else None
         try:
-            for delta in self._llm.stream(self._llm.chat_prompt(messages), self._params):
-                parts.append(delta.text)
-                sys.stdout.write(delta.text)
+            for text in self._partner.answer(messages):
+                parts.append(text)
+                sys.stdout.write(text if markdown is None else markdown.feed(text))
                 sys.stdout.flush()
-                if delta.output is not None:
-                    self._last = delta.output
-                    sys.stdout.write("\n")
-                    _say(figures(delta.output, time.perf_counter() - start_s))
+            about = self._partner.figures()
         except KeyboardInterrupt:
-            sys.stdout.write("\n")
-            _say("[stopped]")
+            about = "[stopped]"
+        sys.stdout.write("\n" if markdown is None else markdown.finish() + "\n")
+        _say(about)
         return "".join(parts)
 
 

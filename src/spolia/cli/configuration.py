@@ -27,7 +27,7 @@ __all__ = ["ConfiguredCommand", "Setting", "likely_mistakes", "read_default_map"
 CONFIGURED = ("serve", "chat", "generate")
 _PREFIX = "SPOLIA_"
 # Said on the command line only: they are about one question, or about the file itself.
-_NOT_CONFIGURED = frozenset({"config", "help", "prompt", "url"})
+_NOT_CONFIGURED = frozenset({"config", "help", "key", "prompt", "url"})
 # Where a flag's name is not that of the settings' field.
 _FIELDS = {
     "threads": "num_threads",

@@ -362,6 +362,12 @@ class SamplingFlags:
         given["stop"] = tuple(given.get("stop", ()))
         return SamplingParams(**{**defaults, **given, **more})
 
+    def body(self, **defaults: Any) -> dict[str, Any]:
+        """As fields of a request to a server."""
+        given = _given(self)
+        more = dict(_parameter(text) for text in given.pop("more", ()))
+        return {**defaults, **given, **more}
+
 
 def _text_or_file(value: str | None) -> str | None:
     """A flag's own text, or that of the file which it names after an @."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from spolia.engine import Ledger, RequestOutput
+from spolia.engine import Ledger
 from spolia.errors import InvalidRequest
-from spolia.models import Tokenizer
 
 __all__ = ["Messages", "Talk", "cache_bar", "explained"]
 
 Messages: TypeAlias = list[dict[str, str]]
 
 _WIDTH = 60
-_CONTEXT_TOKENS = 8
 _SIGNS = {"shared": "▓", "device": "█", "computed": "░"}
 _TIER_SIGN = "▒"
 
@@ -89,20 +87,22 @@ class Talk:
         )
 
 
-def explained(output: RequestOutput, tokenizer: Tokenizer) -> str:
-    """Where the context of an answer came from, and why the rest was computed."""
-    total = len(output.prompt_token_ids)
+def explained(ranges: Sequence[tuple[int, int, str, str | None]], divergence: int | None, text_around: str) -> str:
+    """Where the context of an answer came from, and why the rest was computed.
+
+    Args:
+        ranges: of prompt tokens: start, stop, where their KV came from, and the reason if it was computed.
+        divergence: the token at which reuse ended, if it did, with the text around it.
+    """
+    total = max((stop for _, stop, _, _ in ranges), default=1)
     bar = ""
     lines = []
-    for part in output.ranges:
-        stop = round(_WIDTH * part.stop / total)
-        bar += _SIGNS.get(part.source, _TIER_SIGN) * (stop - len(bar))
-        why = "" if part.reason is None else f": {part.reason.value.replace('_', ' ')}"
-        lines.append(f"tokens {part.start} to {part.stop}: {part.source}{why}")
-    end = None if output.explanation is None else output.explanation.divergence
-    if end is not None:
-        ids = output.prompt_token_ids[max(0, end - _CONTEXT_TOKENS) : end + _CONTEXT_TOKENS]
-        lines.append(f"reuse ended at token {end}, around {tokenizer.decode(ids, skip_special=False)!r}")
+    for start, stop, source, reason in ranges:
+        bar += _SIGNS.get(source, _TIER_SIGN) * (round(_WIDTH * stop / total) - len(bar))
+        why = "" if reason is None else f": {reason.replace('_', ' ')}"
+        lines.append(f"tokens {start} to {stop}: {source}{why}")
+    if divergence is not None:
+        lines.append(f"reuse ended at token {divergence}, around {text_around!r}")
     legend = "█ cached  ▓ in use by another  ▒ from another tier  ░ computed"
     return "\n".join([bar, legend, *lines])
 
