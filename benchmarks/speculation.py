@@ -8,14 +8,14 @@ token counts: prefill is not what speculation changes. Kinds are
     predicted      OpenAI's `prediction`
     CATEGORY       of the prompts in --prompts FILE: JSON lines with `category` and `turns`, as Spec-Bench has them
     replayed       the dialogues in --replay FILE: JSON lines with `messages`; each reply of the assistant as it was
-                   recorded, turn after turn, whatever this model would have said: it is forced to
-    regenerated    each of the above but the replayed is asked for once more
+                   recorded, calls of tools too, whatever this model would have said: it is forced to
+    regenerated    each edit is asked for once more
 
 Prints a JSON line a kind: tokens/s without and with, their ratio (more than 1 is better), what was drafted and how much
 of it was right; and last the worst ratio.
 
     python benchmarks/speculation.py MODEL [--edits] [--prompts FILE] [--replay FILE] [--limit N] [--tokens N]
-        [--draft-model MODEL] [--seconds S]
+        [--draft-model MODEL] [--seconds S] [--threads N | --cpu-time]
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import json
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from spolia import LLM, SamplingParams
+from spolia.engine import EngineConfig, build_engine
 
 CODE = '''\
 def total(prices, rate):
@@ -82,14 +83,14 @@ class Task(NamedTuple):
     said: tuple[int, ...] = ()
 
 
-def answer(llm: LLM, task: Task, *, speculation: bool, arm: Arm) -> tuple[int, ...]:
+def answer(llm: LLM, task: Task, *, speculation: bool, arm: Arm, clock: Callable[[], float]) -> tuple[int, ...]:
     params = replace(task.params, speculation=speculation)
     if task.said:
         start, said = len(task.ids), task.said
         params = replace(params, prefix_allowed_tokens_fn=lambda _, ids: [said[len(ids) - start]], ignore_eos=True)
     first_s = None
     for delta in llm.stream(task.ids, params, cache_salt="with" if speculation else "without"):
-        now_s = time.perf_counter()
+        now_s = clock()
         first_s = first_s or now_s
         if delta.output is not None:
             output = delta.output
@@ -132,7 +133,8 @@ def replays(llm: LLM, path: str, num_tokens: int) -> Iterator[Task]:
     for item in lines(path):
         messages: list[dict[str, str]] = []
         for message in item["messages"]:
-            text = {"role": message["role"], "content": message.get("content") or ""}
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
+            text = {"role": message["role"], "content": json.dumps(calls) if calls else message.get("content") or ""}
             if message["role"] == "assistant" and messages and text["content"]:
                 ids = llm.chat_prompt(messages)
                 said = tuple(llm.model.tokenizer.encode(text["content"], add_special=False)[:num_tokens])
@@ -162,27 +164,37 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no prompt after so long")
     parser.add_argument("--draft-model")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--cpu-time", action="store_true", help="for a busy machine: one thread, by its CPU's clock")
     given = parser.parse_args()
     begun_s = time.perf_counter()
     arms: dict[str, tuple[Arm, Arm]] = defaultdict(lambda: (Arm(), Arm()))
-    with LLM(given.model, speculation="auto", draft_model=given.draft_model, max_context=ROOM) as llm:
+    config = EngineConfig(
+        speculation="auto",
+        draft_model=given.draft_model,
+        max_context=ROOM,
+        num_threads=1 if given.cpu_time else given.threads,
+    )
+    clock = time.process_time if given.cpu_time else time.perf_counter
+    with LLM(build_engine(given.model, config, clock=clock)) as llm:
         warm = Task("", llm.chat_prompt([{"role": "user", "content": "Hello"}]), SamplingParams(max_tokens=16))
-        answer(llm, warm, speculation=False, arm=Arm())
+        answer(llm, warm, speculation=False, arm=Arm(), clock=clock)
         for index, task in enumerate(tasks(llm, given)):
             if time.perf_counter() - begun_s > given.seconds:
                 break
-            names = [task.kind] if task.said else [task.kind, "regenerated"]
+            names = [task.kind, "regenerated"] if task.kind == "edited" else [task.kind]
             for name in names:
                 answers = {}
                 for speculation in (True, False) if index % 2 else (False, True):
                     arm = arms[name][speculation]
-                    answers[speculation] = answer(llm, task, speculation=speculation, arm=arm)
+                    answers[speculation] = answer(llm, task, speculation=speculation, arm=arm, clock=clock)
                 if answers[True] != answers[False]:
                     raise SystemExit(f"{name}: the answers differ")
     for kind, (plain, fast) in sorted(arms.items()):
         figures = {
             "kind": kind,
             "model": given.model,
+            "clock": "cpu, 1 thread" if given.cpu_time else "wall",
             "tokens": plain.num_tokens,
             "without_tokens_per_s": round(plain.speed, 1),
             "with_tokens_per_s": round(fast.speed, 1),

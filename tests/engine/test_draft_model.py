@@ -96,6 +96,16 @@ def test_a_draft_model_that_is_always_right_is_accepted_whole(options):
     assert draft.num_steps <= count.num_drafted + 5
 
 
+def test_no_draft_goes_beyond_the_answer_or_the_context():
+    engine, _, _ = timed_engine(max_context=80, draft_s=0.01)
+    num_drafted = 0
+    for num_tokens in [*range(1, 30), 77]:
+        output = answer(engine, [num_tokens, 2, 3], SamplingParams(max_tokens=num_tokens, temperature=0.0))
+        assert list(output.token_ids) == toy_answer([num_tokens, 2, 3], num_tokens)
+        num_drafted += output.num_drafted_tokens
+    assert num_drafted > 200
+
+
 def test_a_draft_model_that_is_never_right_is_hardly_asked():
     engine, draft, clock = timed_engine(draft_wrong=1.0)
     plain_s = 0

@@ -99,17 +99,22 @@ class DraftModel:
         """
         guesses = [Guess([], [], _SOURCE) for _ in sequences]
         entries: list[tuple[int, _Reader, int]] = []  # index, reader, where its rows end
+        # How far each is read: the last draft is not, and the last token of an answer is not drafted.
+        limits = [
+            min(sequence.num_tokens + most - 1, self._max_context, len(sequence.token_ids) - 2)
+            for sequence in sequences
+        ]
         copies: list[BlockCopy] = []
         budget = self._max_batch_tokens
         for index, sequence in enumerate(sequences):
+            if sequence.num_tokens > limits[index]:
+                continue
             reader = self._reader(sequence)
             stop = min(sequence.num_tokens, reader.num_read + budget)
-            final = min(sequence.num_tokens + most, self._max_context)
-            if stop <= reader.num_read or stop > final or not self._reserve(reader, final, copies):
+            if stop <= reader.num_read or not self._reserve(reader, limits[index], copies):
                 continue
             budget -= stop - reader.num_read
             entries.append((index, reader, stop))
-        count = 0
         while entries:
             logits = self._run(sequences, entries, copies)
             copies = []
@@ -125,7 +130,6 @@ class DraftModel:
                 break
             rows = [_row(sequences[index], stop) for index, _, stop in writing]
             samples = self._sampler.sample(logits, rows)
-            count += 1
             entries = []
             for (index, reader, stop), token_id, logprobs in zip(
                 writing, samples.token_ids, samples.logprobs, strict=True
@@ -141,7 +145,7 @@ class DraftModel:
                 guess.chances.append(chance)
                 reader.drafts.append(token_id)
                 reader.certainties.append(certainty)
-                if count < most and chance >= worth and stop + 1 < min(reader.num_slots, self._max_context):
+                if chance >= worth and stop < limits[index]:
                     sequence.token_ids[stop] = token_id
                     entries.append((index, reader, stop + 1))
         return guesses
