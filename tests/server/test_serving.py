@@ -141,7 +141,8 @@ def test_flags_reach_the_engine(smollm2_path):
 def test_several_models_are_served_by_name(smollm2_path: Path, tmp_path: Path):
     other = tmp_path / "twin.gguf"
     other.symlink_to(smollm2_path)
-    with server_process(smollm2_path, str(other), "--kv-memory", "32MiB", "--threads", "1") as process:
+    flags = ["--kv-memory", "32MiB", "--threads", "1", "--memory", "4GiB", "--pin", "twin"]
+    with server_process(smollm2_path, str(other), *flags) as process:
         eventually(lambda: process.find("ready model=twin") is not None, timeout_s=60)
         names = [card["id"] for card in httpx.get(f"{process.url}/v1/models").json()["data"]]
         assert names == [smollm2_path.name.removesuffix(".gguf"), "twin"]
@@ -153,7 +154,8 @@ def test_several_models_are_served_by_name(smollm2_path: Path, tmp_path: Path):
             [sys.executable, "-m", "spolia", "ps", "--url", process.url], capture_output=True, text=True, check=True
         ).stdout.splitlines()
         assert re.fullmatch(rf"{names[0]} +ready +\d+ MB +34 MB +0 +until its memory is wanted", shown[1])
-        assert re.fullmatch(r"twin +ready +.*", shown[2])
+        assert re.fullmatch(r"twin +ready +.* +for ever", shown[2])
+        assert re.match(r"in use \d+ MB of 4.29 GB; available", shown[-1])
 
 
 def test_without_a_name_the_models_that_are_here_are_loaded_by_their_first_request(smollm2_path: Path):
@@ -169,10 +171,20 @@ def test_without_a_name_the_models_that_are_here_are_loaded_by_their_first_reque
         assert process.wait() == 0
 
 
-def test_a_pin_that_no_model_has_is_one_line_and_status_2(smollm2_path: Path):
-    process = ServerProcess(str(smollm2_path), "--pin", "other")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--pin", "other"], "--pin other: the models are called"),
+        (["--mcp", "/nowhere/mcp.json"], "/nowhere/mcp.json cannot be read"),
+        (["--slot-save-path", "/nowhere"], "slot_save_path is /nowhere, where there is no folder"),
+        (["--keep-alive", "soon"], "'soon' is no duration"),
+    ],
+    ids=str,
+)
+def test_a_flag_that_cannot_be_is_one_line_and_status_2(smollm2_path: Path, flags: list[str], words: str):
+    process = ServerProcess(str(smollm2_path), *flags)
     assert process.wait() == 2
-    assert "--pin other: the models are called" in process.log[-1]
+    assert words in process.log[-1]
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,8 @@ def test_the_commands_say_what_there_is(folder, tmp_path, capsys):
     commands.export(folder.folder, name_of(folder, 48), tmp_path / "file")
     commands.import_file(tmp_path / "new", tmp_path / "file", None, is_forced=False)
     assert "3 blocks imported" in capsys.readouterr().out
-    commands.clear(folder.folder, OTHER.hex())
-    commands.clear(folder.folder, "")
+    commands.clear(folder.folder, OTHER.hex(), with_sessions=False)
+    commands.clear(folder.folder, "", with_sessions=False)
     assert capsys.readouterr().out == "0 blocks deleted\n13 blocks deleted\n"
 
 
@@ -140,7 +140,7 @@ def test_verify_says_no_where_something_was_damaged(folder, capsys):
 
 def test_a_folder_that_is_not_ours_is_refused_and_stays_as_it_is(tmp_path):
     (tmp_path / "letters.txt").write_text("mine")
-    for command in (lambda: commands.clear(tmp_path, ""), lambda: commands.verify(tmp_path, None)):
+    for command in (lambda: commands.clear(tmp_path, "", with_sessions=False), lambda: commands.verify(tmp_path, None)):
         with pytest.raises(InvalidRequest, match="not a folder that --kv-disk has used"):
             command()
     assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]
