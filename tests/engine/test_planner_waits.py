@@ -46,7 +46,7 @@ def engine_on(backend: FaultyBackend, fetch: FetchPolicy) -> Engine:
         time.sleep(max(0.0, len(step.token_ids) / TOKENS_PER_S - (time.monotonic() - begun_s)))
 
     engine.core.executable.run = paced_run
-    engine.core._tiering._mover._run_blocks = 6
+    engine.core._tiering.mover._run_blocks = 6
     return engine
 
 
@@ -66,7 +66,7 @@ def first_token_s(backend: FaultyBackend, fetch: FetchPolicy) -> float:
     step_s = measure_step_s(engine.core.executable, engine.core.cache, time.monotonic)
     engine.core._tiering.note_step(NUM_CALIBRATED, step_s)
     timings = answer(engine, prompt(0), ONE).timings
-    engine.core._tiering._mover.close()
+    engine.core._tiering.mover.close()
     return timings.first_token_s
 
 

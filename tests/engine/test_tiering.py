@@ -236,9 +236,9 @@ def test_writes_that_find_no_room_wait_their_turn_and_are_written_in_the_end(tmp
     backend = FaultyBackend()
     backend.delay_s = 0.01
     engine = on_tier(backend)
-    engine.core._tiering._mover._lanes["disk"].buffers._max_bytes = 1_000  # a few blocks at a time
+    engine.core._tiering.mover._lanes["disk"].buffers._max_bytes = 1_000  # a few blocks at a time
     answer(engine, CONVERSATION)
-    assert engine.core.idle_s is None or engine.core._tiering._offloader.num_waiting
+    assert engine.core.idle_s is None or engine.core._tiering.offloader.num_waiting
     saved(engine)
     assert len(backend.values) == (len(CONVERSATION) + 7) // BLOCK_SIZE
 
@@ -246,8 +246,8 @@ def test_writes_that_find_no_room_wait_their_turn_and_are_written_in_the_end(tmp
 def test_what_is_evicted_before_it_could_be_written_is_counted():
     backend = FaultyBackend()
     engine = on_tier(backend, num_blocks=24)
-    engine.core._tiering._mover._lanes["disk"].buffers._max_bytes = 1_000
-    engine.core._tiering._mover.tiers[0]._stall_s = 0.2
+    engine.core._tiering.mover._lanes["disk"].buffers._max_bytes = 1_000
+    engine.core._tiering.mover.tiers[0]._stall_s = 0.2
     backend.hang()
     for seed in range(4):
         prompt = tokens(300, 2_000 + seed)
@@ -298,7 +298,7 @@ def random_traffic(
         if rng.random() < 0.5:
             engine.core.close()
         else:
-            engine.core._tiering._mover.close()  # what waits to be copied is lost
+            engine.core._tiering.mover.close()  # what waits to be copied is lost
         files = sorted(folder.rglob("*.kv"))
         for path in rng.sample(files, min(3, len(files))):
             path.unlink(missing_ok=True)
@@ -356,7 +356,7 @@ def strangers(engine: Engine, count: int, length: int = 300) -> None:
 
 def settle(engine: Engine) -> None:
     """Wait until all writes are done."""
-    assert engine.core._tiering._mover.flush(20)
+    assert engine.core._tiering.mover.flush(20)
 
 
 def test_what_memory_gives_up_the_host_tier_keeps_and_gives_back_once(tmp_path):
@@ -372,7 +372,7 @@ def test_what_memory_gives_up_the_host_tier_keeps_and_gives_back_once(tmp_path):
     settle(engine)
     time.sleep(0.05)  # deletions are not counted as pending
     # Exclusive: the pools have it now, so the host tier does not.
-    host = engine.core._tiering._mover.tiers[0].backend
+    host = engine.core._tiering.mover.tiers[0].backend
     keys = engine.core._tiering._keys(chain_of(CONVERSATION))
     assert not any(host.exists(keys[: restored // BLOCK_SIZE]))
     strangers(engine, 2)
@@ -407,7 +407,7 @@ def test_a_selective_tier_takes_what_was_used_often_enough(tmp_path):
     for turn in range(4):
         answer(engine, [*CONVERSATION[:100], *tokens(100, turn)])
         settle(engine)
-        engine.core._tiering._offloader.pump(engine.core.cache, None)
+        engine.core._tiering.offloader.pump(engine.core.cache, None)
         settle(engine)
         assert len(list(tmp_path.rglob("*.kv"))) == (0 if turn < 2 else 100 // BLOCK_SIZE)
     saved(engine)
@@ -446,7 +446,7 @@ def test_a_timeout_bounds_the_wait_and_keeps_what_arrived():
     backend = with_stored_conversation()
     backend.bytes_per_s = 20_000  # some 50 blocks a second
     engine = toy_engine(tiers=[Tier("disk", backend)], fetch="timeout", fetch_timeout_s=0.15, clock=time.monotonic)
-    engine.core._tiering._mover._run_blocks = 2
+    engine.core._tiering.mover._run_blocks = 2
     output = answer(engine, CONVERSATION)
     assert_right(output, CONVERSATION)
     assert 0 < output.num_cached_tokens < 288
@@ -466,7 +466,7 @@ def test_the_planner_computes_what_a_slow_tier_would_take_longer_to_bring():
     backend = with_stored_conversation()
     backend.bytes_per_s = 3_000  # a block in a tenth of a second; the toy computes 32 tokens in about a millisecond
     engine = toy_engine(tiers=[Tier("disk", backend)], fetch="planned", clock=time.monotonic)
-    engine.core._tiering._mover._run_blocks = 1
+    engine.core._tiering.mover._run_blocks = 1
     other = CONVERSATION[::-1]
     assert_right(answer(engine, other), other)  # it learns how fast prompts are computed
     output = answer(engine, CONVERSATION)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from spolia.engine import Admission, Engine, EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
 from spolia.engine.draft_model import DraftModel
 from spolia.engine.drafter import make_drafter
+from spolia.engine.resizing import PoolSizes
 from spolia.engine.storage import build_cache
 from spolia.kernels import BLOCK_SIZE, StepInputs
 from spolia.kvcache import GroupSpec, KVCache, namespace_key
@@ -264,7 +265,15 @@ def toy_engine(
         max_context=max_context,
         stream_interval_ms=stream_interval_ms,
     )
-    return Engine(model=ToyModel(), config=config, admission=admission, core=core, fingerprint="toy")  # type: ignore[arg-type]
+    sizes = PoolSizes(
+        pools=pools,
+        windows=windows,
+        max_context=max_context,
+        max_sequences=max_sequences,
+        max_batch_tokens=max_batch_tokens,
+    )
+    model: Any = ToyModel()
+    return Engine(model=model, config=config, admission=admission, core=core, fingerprint="toy", sizes=sizes)
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)

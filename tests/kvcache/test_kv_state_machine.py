@@ -82,6 +82,27 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.cache.grow(sequence.lease, sequence.lease.num_computed_tokens + size)
         self.world.close(sequence)
 
+    @rule(sizes=st.tuples(st.integers(1, 14), st.integers(1, 11)))
+    def resize(self, sizes):
+        cache = self.world.cache
+        leased = [ledger.leased for ledger in cache.ledger()]
+        sizes = sizes[: len(leased)]
+        before = [ledger.total for ledger in cache.ledger()]
+        withheld = cache.resize(sizes)
+        assert (withheld is None) == any(size < held for size, held in zip(sizes, leased, strict=True))
+        assert [ledger.total for ledger in cache.ledger()] == (before if withheld is None else list(sizes))
+
+    @rule(policy=st.sampled_from(sorted(POLICIES)))
+    def use_policy(self, policy):
+        cached = [ledger.cached for ledger in self.world.cache.ledger()]
+        self.world.cache.use_policy(make_policy(policy))
+        assert [ledger.cached for ledger in self.world.cache.ledger()] == cached
+
+    @rule(base=PICK, keep=PICK, namespace=NAMESPACES, is_alone=st.booleans())
+    def clear_prefix(self, base, keep, namespace, is_alone):
+        base = self.prompts[base % len(self.prompts)]
+        self.world.cache.clear_prefix(namespace, base[: keep % (len(base) + 1)], is_alone=is_alone)
+
     @precondition(is_busy)
     @rule(number=PICK, outcome=st.sampled_from(Outcome))
     def close(self, number, outcome):

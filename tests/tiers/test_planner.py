@@ -21,11 +21,19 @@ def planner_at(tokens_per_s: float) -> tuple[Planner, FakeClock]:
 
 
 @pytest.mark.parametrize("mb_per_s", [10, 20, 40, 100, 500, 2_000])
-def test_the_sooner_of_the_two_is_chosen(mb_per_s):
+def test_what_is_much_sooner_than_computing_is_only_read(mb_per_s):
     planner, _ = planner_at(1_000)
     num_bytes = 4_000 * 23_040
-    is_sooner = num_bytes / (mb_per_s * 1e6) <= 4.0
-    assert planner.is_worth("disk", 4_000, num_bytes, mb_per_s * 1e6) == is_sooner
+    is_much_sooner = num_bytes / (mb_per_s * 1e6) <= 0.3 * 4.0
+    assert planner.is_worth("disk", 4_000, num_bytes, mb_per_s * 1e6) == is_much_sooner
+
+
+@pytest.mark.parametrize(("mb_per_s", "is_worth"), [(0.5, False), (1, False), (1.2, True), (20, True), (2_000, True)])
+def test_both_ends_are_worth_while_unless_reading_would_not_be_felt(mb_per_s, is_worth):
+    planner, _ = planner_at(1_000)
+    assert planner.is_worth_meeting(4_000, 4_000 * 23_040, mb_per_s * 1e6) == is_worth
+    assert Planner(FakeClock()).is_worth_meeting(4_000, 4_000 * 23_040, 1.0)
+    assert planner.is_worth_meeting(4_000, 4_000 * 23_040, None)
 
 
 def test_what_is_not_known_is_tried():

@@ -16,6 +16,7 @@ from __future__ import annotations
 from spolia.engine.admission import Admission
 from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.async_engine import AsyncEngine, TokenStream
+from spolia.engine.cache_admin import CacheAdmin, ClearReport, Lookup
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer, StepStats
 from spolia.engine.embedding import Embedding, Pooling
@@ -63,10 +64,12 @@ __all__ = [
     "BeamParams",
     "BlocksRemoved",
     "BlocksStored",
+    "CacheAdmin",
     "CacheMirror",
     "CacheNews",
     "CacheStats",
     "CacheView",
+    "ClearReport",
     "Cleared",
     "Counters",
     "Delta",
@@ -81,6 +84,7 @@ __all__ = [
     "FinishReason",
     "LaneView",
     "Ledger",
+    "Lookup",
     "MissReason",
     "Model",
     "Observer",

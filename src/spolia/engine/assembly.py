@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from spolia import __version__
 from spolia.engine.admission import Admission
@@ -15,7 +19,8 @@ from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer
 from spolia.engine.draft_model import DraftModel, check_vocabularies
 from spolia.engine.drafter import make_drafter
-from spolia.engine.memory import default_num_threads, split_blocks
+from spolia.engine.memory import available_bytes, default_num_threads, split_blocks
+from spolia.engine.resizing import PoolSizes, fitting_tokens
 from spolia.engine.storage import build_cache, open_tiers
 from spolia.errors import InvalidRequest
 from spolia.generation import import_processor
@@ -24,6 +29,9 @@ from spolia.kvcache import GroupSpec, KVCache, make_policy, namespace_key
 from spolia.models import Model, Tokenizer, load
 
 __all__ = ["Engine", "build_engine"]
+
+_GROWTH_SHARE = 0.75
+"""Part of the available memory that is reserved, and not taken, so that the cache can grow while it is used."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -34,6 +42,7 @@ class Engine:
         config: as resolved: nothing that was to be measured is None.
         fingerprint: of all that an answer depends on besides its request: model file, KV type, numerics, version. Two
             engines with one fingerprint give one answer to a request with a seed.
+        sizes: of the KV pools, which can be changed.
     """
 
     model: Model
@@ -41,6 +50,7 @@ class Engine:
     admission: Admission
     core: EngineCore
     fingerprint: str
+    sizes: PoolSizes
 
 
 def build_engine(
@@ -76,19 +86,20 @@ def build_engine(
     executable = executables[0]
     windows = [group.window for each in models for group in each.program.cache_groups]
     block_bytes = [each.block_bytes(group) for each, m in zip(executables, models, strict=True) for group in _groups(m)]
-    num_blocks = split_blocks(
-        config.kv_memory,
-        block_bytes,
-        windows,
+    split = partial(
+        split_blocks,
+        block_bytes=block_bytes,
+        windows=windows,
         max_context=max_context,
         max_sequences=max_sequences,
         max_batch_tokens=config.max_batch_tokens,
     )
-    all_pools = [allocate_pool(count, size) for count, size in zip(num_blocks, block_bytes, strict=True)]
-    all_groups = [GroupSpec(count, window) for count, window in zip(num_blocks, windows, strict=True)]
+    num_blocks = split(config.kv_memory)
     num_own = len(_groups(model))
-    pools, groups = all_pools[:num_own], all_groups[:num_own]
+    most = max(int(available_bytes() * _GROWTH_SHARE), config.kv_memory or 0)
+    pools = _allocate(num_blocks[:num_own], split(most)[:num_own], block_bytes[:num_own])
     executable.bind_kv(pools)
+    groups = [GroupSpec(len(pool), window) for pool, window in zip(pools, windows[:num_own], strict=True)]
     layout = f"{executable.numerics}/{config.kv_dtype}"
     codec = None if config.kv_offload_dtype == "exact" else KvCodec(model.program, executable, config.kv_offload_dtype)
     uses, config = open_tiers(config)
@@ -103,15 +114,18 @@ def build_engine(
         fetch=config.kv_fetch,
         fetch_timeout_s=config.kv_fetch_timeout_s,
     )
-    fitting_tokens = _fitting_tokens(cache, max_context, config.max_batch_tokens)
+    cache.resize(num_blocks[:num_own])
+    num_fitting = fitting_tokens(cache, max_context, config.max_batch_tokens)
     if config.max_context is None:
-        max_context = min(max_context, fitting_tokens)
+        max_context = min(max_context, num_fitting)
     draft_model = None
     if drafting is not None:
-        executables[1].bind_kv(all_pools[num_own:])
+        draft_pools = _allocate(num_blocks[num_own:], num_blocks[num_own:], block_bytes[num_own:])
+        executables[1].bind_kv(draft_pools)
+        draft_groups = [GroupSpec(len(pool), window) for pool, window in zip(draft_pools, windows[num_own:], strict=True)]
         draft_model = DraftModel(
             executables[1],
-            KVCache(all_groups[num_own:], clock=clock),
+            KVCache(draft_groups, clock=clock),
             vocab_size=executable.vocab_size,
             max_batch_tokens=config.max_batch_tokens,
             max_context=drafting.context_length,
@@ -149,7 +163,7 @@ def build_engine(
         vocab_size=executable.vocab_size,
         eos_token_ids=model.eos_token_ids,
         max_context=max_context,
-        fitting_tokens=fitting_tokens,
+        fitting_tokens=num_fitting,
         namespace=lambda salt: namespace_key(**usual, salt=salt),
         exact_namespace=None if codec is None else lambda salt: namespace_key(**owner, salt=salt),
         clock=clock,
@@ -166,7 +180,14 @@ def build_engine(
     )
     facts = {**usual, "engine_salt": "", "version": __version__}  # the salt decides who shares, not what is answered
     fingerprint = f"spolia-{namespace_key(**facts).hex()[:16]}"
-    return Engine(model=model, config=resolved, admission=admission, core=core, fingerprint=fingerprint)
+    sizes = PoolSizes(
+        pools=pools,
+        windows=windows[:num_own],
+        max_context=max_context,
+        max_sequences=max_sequences,
+        max_batch_tokens=config.max_batch_tokens,
+    )
+    return Engine(model=model, config=resolved, admission=admission, core=core, fingerprint=fingerprint, sizes=sizes)
 
 
 def _load_drafting(source: str | Path, model: Model) -> Model:
@@ -187,9 +208,13 @@ def _groups(model: Model) -> range:
     return range(len(model.program.cache_groups))
 
 
-def _fitting_tokens(cache: KVCache, max_context: int, max_batch_tokens: int) -> int:
-    """Most tokens of prompt and answer that fit when they have all pools to themselves; the last one has no KV."""
-    return bisect_left(range(1, max_context), True, key=lambda kept: not cache.fits(kept, max_batch_tokens)) + 1
+def _allocate(num_blocks: Seq[int], most: Seq[int], block_bytes: Seq[int]) -> list[NDArray[np.uint8]]:
+    """Pools that can grow to `most` blocks, or, where the system does not reserve memory freely, of `num_blocks`."""
+    capacity = [max(now, later) for now, later in zip(num_blocks, most, strict=True)]
+    try:
+        return [allocate_pool(count, size) for count, size in zip(capacity, block_bytes, strict=True)]
+    except OSError:
+        return [allocate_pool(count, size) for count, size in zip(num_blocks, block_bytes, strict=True)]
 
 
 def _text_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -24,6 +25,7 @@ from spolia.engine.kv_files import copy_in, copy_out
 from spolia.engine.news import CacheNews, cache_news
 from spolia.engine.outputs import Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request
+from spolia.engine.resizing import PoolSizes
 from spolia.engine.session_files import SessionFiles
 from spolia.engine.sessions import Session, SessionStore
 from spolia.engine.storage import make_sealer
@@ -46,6 +48,7 @@ class AsyncEngine:
     """Serves many requests at a time to the coroutines of any event loop.
 
     Attributes:
+        sealer: what closes all that leaves memory.
         sessions: conversations that are kept; with `kv_disk`, those of earlier processes, too.
 
     Args:
@@ -73,6 +76,8 @@ class AsyncEngine:
         self.sessions = SessionStore(
             clock=time.monotonic, closed=_Closed(weakref.ref(self)), files=_session_files(self._engine)
         )
+        self._admission = self._engine.admission
+        self.sealer = make_sealer(self._engine.config)
 
     @property
     def model(self) -> Model:
@@ -98,6 +103,11 @@ class AsyncEngine:
     def config(self) -> EngineConfig:
         """The settings as resolved at start: nothing that was to be measured is left None."""
         return self._engine.config
+
+    @property
+    def sizes(self) -> PoolSizes:
+        """Of the KV pools, and how far they can grow."""
+        return self._engine.sizes
 
     @property
     def stats(self) -> EngineStats:
@@ -160,7 +170,7 @@ class AsyncEngine:
             Overloaded: the engine is draining or closed.
             Bug: the engine has failed; see `failure`.
         """
-        request = self._engine.admission.admit(
+        request = self._admission.admit(
             prompt, params, request_id=request_id, cache_salt=cache_salt, wishes=wishes, tenant=tenant
         )
         mailbox = _Mailbox(self._outbox())
@@ -183,11 +193,11 @@ class AsyncEngine:
         """
         form = params.structured_outputs
         if form is not None:
-            await asyncio.to_thread(self._engine.admission.vocabulary.grammars.compile, form)
+            await asyncio.to_thread(self._admission.vocabulary.grammars.compile, form)
 
     def namespace(self, cache_salt: str = "") -> bytes:
         """What requests with this salt share, and no others."""
-        return self._engine.admission.namespace(cache_salt)
+        return self._admission.namespace(cache_salt)
 
     def spend(self, token_ids: Sequence[int], *, cache_salt: str = "") -> None:
         """Nobody goes on from these tokens any more: what of their KV nobody else uses goes first. Does not wait.
@@ -195,7 +205,7 @@ class AsyncEngine:
         Raises:
             Overloaded, Bug: as `generate`.
         """
-        namespace = self._engine.admission.namespace(cache_salt)
+        namespace = self._admission.namespace(cache_salt)
         self._thread.call(lambda core: core.cache.spend(namespace, token_ids))
 
     def abort(self, request_id: str) -> None:
@@ -220,7 +230,7 @@ class AsyncEngine:
             InvalidRequest, ModelError: as `LLM.embed`.
             Overloaded, Bug: as `generate`.
         """
-        admission = self._engine.admission
+        admission = self._admission
         inputs = [admission.check_input(prompt, truncate=truncate) for prompt in prompts]
         # Vectors are compared with those of another day, so nothing in them may have been rounded.
         namespace = (admission.exact_namespace or admission.namespace)(cache_salt)
@@ -267,6 +277,17 @@ class AsyncEngine:
     async def detach_tier(self, name: str, timeout_s: float = 10.0) -> None:
         """As `LLM.detach_tier`."""
         await asyncio.to_thread(self._thread.detach_tier, name, timeout_s)
+
+    async def resize(self, kv_bytes: int) -> None:
+        """Let the KV pools take so many bytes from now on, evicting what is too much. Requests go on meanwhile.
+
+        Raises:
+            InvalidRequest: too few to be of use, or more than was reserved when the engine was made.
+            Overloaded: requests that have not ended need more. The size is as it was.
+        """
+        sizes = self._engine.sizes
+        fitting = await self.call(lambda core: sizes.resize(core, kv_bytes))
+        self._admission = replace(self._admission, fitting_tokens=fitting)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new requests and wait for those in flight; False if that took longer than `timeout_s`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -23,6 +23,9 @@ from spolia.kernels import BLOCK_SIZE, Executable
 from spolia.kvcache import KVCache
 
 __all__ = ["EngineCore", "Observer", "StepStats"]
+
+_MAX_NAMESPACES = 4_096
+"""Whose tenants are kept in mind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ class EngineCore:
             max_context=max_context,
         )
         self._by_id: dict[str, Sequence] = {}
+        self._tenants: OrderedDict[bytes, str] = OrderedDict()  # of the namespaces that were used last
         self._deltas: list[tuple[str, Delta | SpoliaError]] = []
         self._num_steps = self._num_computed = self._num_recomputed = self._num_generated = self._num_preemptions = 0
         self._num_prompt = self._num_cached = 0
@@ -155,6 +159,20 @@ class EngineCore:
             return 0.0
         return None if self._tiering is None else self._tiering.idle_s
 
+    def namespaces_of(self, tenant: str) -> set[bytes]:
+        """Where a tenant's KV is, as far as it has asked for anything lately."""
+        return {namespace for namespace, name in self._tenants.items() if name == tenant}
+
+    @property
+    def in_flight(self) -> Iterable[Sequence]:
+        """All that have not ended, those included that wait for other tiers."""
+        return list(self._by_id.values())
+
+    def note_resized(self) -> None:
+        """The cache has another size."""
+        self._scheduler.note_room()
+        self._stats = self._snapshot()
+
     @property
     def max_sequences(self) -> int:
         """Lanes of the batch."""
@@ -199,6 +217,11 @@ class EngineCore:
         if self._drafter is not None:
             sequence.guesser = self._drafter.guesser(request, sequence.token_ids)
         self._by_id[request.request_id] = sequence
+        if request.tenant.name:
+            self._tenants[request.namespace] = request.tenant.name
+            self._tenants.move_to_end(request.namespace)
+            if len(self._tenants) > _MAX_NAMESPACES:
+                self._tenants.popitem(last=False)
         if self._tiering is None or not self._tiering.begin(sequence):
             self._scheduler.submit(sequence)
         self._stats = self._snapshot()
@@ -224,6 +247,9 @@ class EngineCore:
             for sequence in self._tiering.poll(is_busy=self._scheduler.num_running > 0):
                 sequence.restored_s = self._clock()
                 self._scheduler.submit(sequence)
+            met = self._tiering.take_met()
+            self._num_cached += met.total()
+            self._num_restored.update(met)
         if self._by_id:
             started_s = self._clock()
             if self._drafter is not None:

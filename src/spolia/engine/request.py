@@ -12,6 +12,7 @@ A decoding sequence has one pending token, the one sampled last; a prefill has m
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,8 +115,10 @@ class Sequence:
         num_passed_over: later requests that were admitted before it.
         chain: names of its whole blocks in other tiers; None as long as nobody asked.
         restored: (start, stop, tier) of tokens whose KV was brought up from a tier for it.
-        num_restored_tokens: by tier, those of them that it found when it started.
+        num_restored_tokens: by tier, those of them that it found when it started, and those that met it later.
         num_rounded_tokens: prompt tokens that it found with KV which had been kept in fewer bits, by the kind of these.
+        met: (start, stop, tier) of tokens that were brought up while those before them were computed.
+        meets_at: the KV from this token on has been brought up, so computing need go no further; None: none has.
     """
 
     __slots__ = (
@@ -130,6 +133,8 @@ class Sequence:
         "lane",
         "lease",
         "logprobs",
+        "meets_at",
+        "met",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_drafts",
@@ -181,6 +186,8 @@ class Sequence:
         self.restored: list[tuple[int, int, str]] = []
         self.num_restored_tokens: dict[str, int] = {}
         self.num_rounded_tokens: dict[str, int] = {}
+        self.met: list[tuple[int, int, str]] = []
+        self.meets_at: int | None = None
         self.explanation: Explanation | None = None
         self.first_step_s: float | None = None
         self.restored_s: float | None = None
@@ -202,6 +209,11 @@ class Sequence:
     def uncommitted_ids(self) -> NDArray[np.int32]:
         """Tokens that are computed, but that the cache has not been told of."""
         return self.token_ids[self.held_lease.num_computed_tokens : self.num_computed_tokens]
+
+    @property
+    def max_kept_tokens(self) -> int:
+        """Tokens that have KV when the answer is as long as it may be: the last one has none."""
+        return len(self.token_ids) - 1
 
     @property
     def num_pending_tokens(self) -> int:
@@ -235,9 +247,10 @@ class Sequence:
         return attribute(
             self.explanation,
             num_shared=self.num_shared_tokens,
-            num_reused=self.num_cached_tokens,
+            num_reused=self.num_cached_tokens - sum(stop - start for start, stop, _ in self.met),
             num_prompt_tokens=self.num_prompt_tokens,
             restored=self.restored,
+            met=self.met,
         )
 
     def _by_index(self, foreseen: dict[int, str]) -> dict[int, str]:
@@ -279,6 +292,15 @@ class Sequence:
             num_tokens = min(stop, start) - first
             if num_tokens > 0:
                 self.num_restored_tokens[tier] = self.num_restored_tokens.get(tier, 0) + num_tokens
+
+    def note_met(self, ranges: Seq[tuple[int, int, str]]) -> None:
+        """These tokens, the next ones, need not be computed: they were brought up meanwhile."""
+        self.met += ranges
+        self.meets_at = None
+        for start, stop, tier in ranges:
+            self.num_cached_tokens += stop - start
+            self.num_restored_tokens[tier] = self.num_restored_tokens.get(tier, 0) + stop - start
+        self.num_computed_tokens = ranges[-1][1]
 
     def append(self, token_id: int) -> str:
         """Take a sampled token; returns the text that it completed, and sets `finish_reason` if it ends the answer."""

@@ -117,6 +117,10 @@ class Scheduler:
         self._shares.enter(sequence.request.tenant)
         self._is_full = False
 
+    def note_room(self) -> None:
+        """There may be room where there was none."""
+        self._is_full = False
+
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is. Its blocks are evictable or free at once."""
         if sequence.lease is not None:
@@ -145,6 +149,8 @@ class Scheduler:
             if grants is not None and sequence.num_pending_tokens > 1:
                 most = min(most, grants[index])
             stop = min(sequence.num_tokens, start + most)
+            if sequence.meets_at is not None and start < sequence.meets_at:
+                stop = min(stop, sequence.meets_at)
             if sequence.num_drafts or sequence.is_scoring:
                 stop = self._stop_of_special(sequence, start, stop, start + most, plan)
             if stop <= sequence.num_slots or self._grow(sequence, stop, plan):

@@ -6,13 +6,14 @@
                held back ──▶ runs arrive ──▶ copied into blocks, committed ──▶ done, failed or late
 
 A restored prefix is committed like a computed one, so the scheduler finds it in the tree as it finds any other, and a
-restore that fails half-way leaves what arrived, contiguous. Nothing here waits: steps go on between runs. All of it is
-called on the engine's thread.
+restore that fails half-way leaves what arrived, contiguous. Where reading alone would take too long, the rest is read
+from its far end while the sequence computes from the near one (`_Meeting`). Nothing here waits: steps go on between
+runs. All of it is called on the engine's thread.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.engine.request import Sequence
-from spolia.errors import InvalidRequest
+from spolia.engine.transfers import Transfers
+from spolia.errors import Bug, InvalidRequest
 from spolia.kernels import BLOCK_SIZE
 from spolia.kvcache import KVCache, Lease, Tag
 from spolia.tiers import (
@@ -53,6 +55,9 @@ _STALLED_S = 30.0
 
 _LOOK_S = 0.25
 """How often to see whether a tier that is waited for has stalled."""
+
+_MIN_MEETING = 4
+"""Blocks that are worth bringing up from the far end."""
 
 _BYTES_A_STEP = 32 << 20
 """Copied between two steps at most, in each direction, while there is something to compute."""
@@ -142,6 +147,18 @@ class Offloader:
         group, _, _, tier = self._line[0]
         return tier not in self._mover.tiers or not tier.is_usable or self._mover.has_room(tier, group)
 
+    def send(self, tier: Tier, group: int, block_ids: NDArray[np.int32], tags: Seq[Tag]) -> None:
+        """Have these blocks written to a tier, whatever its use."""
+        self._line_up(tier, group, block_ids, tags)
+
+    def forget(self, is_unwanted: Callable[[Tag], bool]) -> None:
+        """Write nothing of that kind that is still in line."""
+        self._line = deque(entry for entry in self._line if not is_unwanted(entry[2]))
+
+    def num_waiting_for(self, tier: Tier) -> int:
+        """Blocks in line, or on their way, to one tier."""
+        return sum(target is tier for _, _, _, target in self._line) + self._mover.num_pending_for(tier)
+
     @property
     def num_waiting(self) -> int:
         """Blocks in line."""
@@ -182,6 +199,26 @@ class _Held:
     is_begun: bool = False
 
 
+@dataclass(slots=True)
+class _Meeting:
+    """A sequence that computes its prompt while the prompt's end is brought up.
+
+        tokens   |  computed  ->   |  to do  |  <-  in the lease's blocks  |
+                                             low_block                     stop_block
+
+    Attributes:
+        lease: whose blocks are filled from the end; if the sequence has another, it was preempted.
+        ranges: (start, stop, tier) of what is there, the last first.
+    """
+
+    sequence: Sequence
+    restore: Restore
+    lease: Lease
+    low_block: int
+    stop_block: int
+    ranges: list[tuple[int, int, str]]
+
+
 class Tiering:
     """Offload and restore for one engine.
 
@@ -192,6 +229,9 @@ class Tiering:
         clock: seconds; only differences matter.
         fetch: who waits for a restore.
         timeout_s: how long at most, if `fetch` is "timeout".
+
+    Attributes:
+        transfers: what moves though no request waits for it.
     """
 
     def __init__(
@@ -207,16 +247,20 @@ class Tiering:
         fetch: FetchPolicy = "planned",
         timeout_s: float = 1.0,
     ) -> None:
-        self._cache = cache
-        self._pools = pools
-        self._mover = mover
-        self._offloader = offloader
-        self._exact, self._usual = encodings
+        self.cache = cache
+        self.pools = pools
+        self.mover = mover
+        self.offloader = offloader
+        self.exact, self.usual = encodings
         self._clock = clock
         self._fetch: FetchPolicy = fetch
         self._timeout_s = timeout_s
         self._uses = list(uses)
         self._held: dict[str, _Held] = {}  # by request, in order of arrival
+        self._declined: dict[str, int] = {}  # by request that may meet its end half-way: the block where that ends
+        self._meetings: dict[str, _Meeting] = {}  # by request
+        self._met: Counter[str] = Counter()
+        self.transfers = Transfers(self)
         self._planner = Planner(clock)
         if fetch == "planned":
             mover.is_worth = self._is_worth
@@ -225,6 +269,11 @@ class Tiering:
     def num_held(self) -> int:
         """Sequences that wait for a restore."""
         return sum(not held.is_free for held in self._held.values())
+
+    @property
+    def uses(self) -> tuple[TierUse, ...]:
+        """The tiers, the fastest first."""
+        return tuple(self._uses)
 
     @property
     def planner(self) -> Planner:
@@ -238,14 +287,14 @@ class Tiering:
     @property
     def num_lost_blocks(self) -> int:
         """Blocks evicted before they could be copied."""
-        return self._offloader.num_lost_blocks
+        return self.offloader.num_lost_blocks
 
     def stats(self) -> tuple[TierStats, ...]:
-        return tuple(tier.stats for tier in self._mover.tiers)
+        return tuple(tier.stats for tier in self.mover.tiers)
 
     def set_waker(self, wake: Callable[[], None]) -> None:
         """`wake` is called, on any thread, when there is something for `poll` to do."""
-        self._mover.notify = wake
+        self.mover.notify = wake
 
     # -- Tiers come and go ---------------------------------------------------------------------------------------------
 
@@ -258,9 +307,9 @@ class Tiering:
         if any(other.tier.name == use.tier.name for other in self._uses):
             raise InvalidRequest(f"there is a tier {use.tier.name!r} already; detach it first", param="tier")
         index = len(self._uses) if index is None else index
-        self._mover.attach(use.tier, index)
+        self.mover.attach(use.tier, index)
         self._uses.insert(index, use)
-        self._offloader.use(self._uses)
+        self.offloader.use(self._uses)
 
     def retire(self, name: str) -> tuple[TierUse, int]:
         """Begin to take a tier out of use: nothing new is written to it or read from it.
@@ -274,8 +323,8 @@ class Tiering:
         for index, use in enumerate(self._uses):
             if use.tier.name == name:
                 del self._uses[index]
-                self._mover.hide(use.tier)
-                self._offloader.use(self._uses)
+                self.mover.hide(use.tier)
+                self.offloader.use(self._uses)
                 return use, index
         there = ", ".join(use.tier.name for use in self._uses) or "none"
         raise InvalidRequest(f"there is no tier {name!r}; there are: {there}", param="tier")
@@ -283,16 +332,16 @@ class Tiering:
     def reinstate(self, use: TierUse, index: int) -> None:
         """Undo `retire`."""
         self._uses.insert(index, use)
-        self._mover.show(use.tier, index)
-        self._offloader.use(self._uses)
+        self.mover.show(use.tier, index)
+        self.offloader.use(self._uses)
 
     def detach(self, use: TierUse) -> None:
         """Let go of a tier that was retired."""
-        self._mover.detach(use.tier)
+        self.mover.detach(use.tier)
 
     def flush(self, use: TierUse, timeout_s: float) -> bool:
         """Wait until all for a tier is written; False if that took longer. Not to be called on the engine's thread."""
-        return self._mover.flush(timeout_s, use.tier)
+        return self.mover.flush(timeout_s, use.tier)
 
     # -- Down ----------------------------------------------------------------------------------------------------------
 
@@ -300,10 +349,10 @@ class Tiering:
         """Commit what was computed, and name the blocks that it completes."""
         lease = sequence.held_lease
         if not self._uses:
-            self._cache.commit(lease, sequence.uncommitted_ids)
+            self.cache.commit(lease, sequence.uncommitted_ids)
             return
         start, stop = lease.num_computed_tokens, sequence.num_computed_tokens
-        self._commit(lease, sequence, sequence.token_ids, start, stop)
+        self.commit_blocks(lease, self._chain(sequence), self._encoding(sequence), sequence.token_ids, start, stop)
 
     def finish(self, sequence: Sequence) -> None:
         """It is about to let go of its lease. Whatever of it is not below yet gets in line; all of it was just used."""
@@ -311,28 +360,28 @@ class Tiering:
             return
         chain = self._chain(sequence)
         chain.extend(sequence.token_ids[: sequence.held_lease.num_computed_tokens])
-        for group in range(len(self._pools)):
+        for group in range(len(self.pools)):
             table = sequence.held_lease.block_table(group)[: len(chain.digests)]
             ids = table[table >= 0]
             tagged = [
                 (block_id, tag)
-                for block_id, tag in zip(ids.tolist(), self._cache.tags(group, ids), strict=True)
+                for block_id, tag in zip(ids.tolist(), self.cache.tags(group, ids), strict=True)
                 if tag is not None
             ]
-            self._offloader.note_used(
+            self.offloader.note_used(
                 group, np.array([block_id for block_id, _ in tagged], np.int32), [tag for _, tag in tagged]
             )
         keys = self._keys(chain.digests)
-        for tier in self._mover.tiers:
+        for tier in self.mover.tiers:
             if keys and tier.is_usable:
-                self._mover.touch(tier, keys)
+                self.mover.touch(tier, keys)
 
     # -- Up ------------------------------------------------------------------------------------------------------------
 
     def begin(self, sequence: Sequence) -> bool:
         """Look for what of the prompt is below. True: the sequence is held back until `poll` returns it."""
         ids = sequence.reusable_ids
-        first = self._cache.probe(sequence.request.namespace, ids) // BLOCK_SIZE
+        first = self.cache.probe(sequence.request.namespace, ids) // BLOCK_SIZE
         stop = (len(ids) - 1) // BLOCK_SIZE  # the last token is computed in any case
         if first >= stop or not self._has_usable_tier:
             return False
@@ -340,7 +389,7 @@ class Tiering:
         chain.extend(ids)
         restore = None
         if not self._is_on_its_way(chain.digests[first]):
-            restore = self._mover.fetch(chain.digests[first:stop], first, self._encoding(sequence))
+            restore = self.mover.fetch(chain.digests[first:stop], first, self._encoding(sequence))
         now_s = self._clock()
         is_free = self._fetch == "best_effort"
         if not is_free or restore is not None:
@@ -348,16 +397,29 @@ class Tiering:
         return not is_free
 
     def start(self, sequence: Sequence) -> None:
-        """Its turn has come: what is still on its way is no longer wanted."""
-        if sequence.request.request_id in self._held:
-            self._let_go(self._held[sequence.request.request_id])
+        """Its turn has come: what is still on its way is no longer wanted, but for what may meet it half-way."""
+        request_id = sequence.request.request_id
+        if request_id in self._held:
+            self._let_go(self._held[request_id])
+        stop_block = self._declined.pop(request_id, None)
+        first_block = -(-sequence.num_computed_tokens // BLOCK_SIZE)
+        if stop_block is None or stop_block - first_block < _MIN_MEETING or sequence.is_scoring:
+            return
+        digests = self._chain(sequence).digests[first_block:stop_block]
+        restore = self.mover.fetch(digests, first_block, self._encoding(sequence), is_backward=True)
+        self._meetings[request_id] = _Meeting(sequence, restore, sequence.held_lease, -1, stop_block, [])
+
+    def take_met(self) -> Counter[str]:
+        """Tokens by tier that met running sequences since this was last called."""
+        met, self._met = self._met, Counter()
+        return met
 
     def num_rounded_tokens(self, sequence: Sequence, num_tokens: int) -> dict[str, int]:
         """How many of its first tokens have KV that was kept in fewer bits, by the kind of these; {} if none has."""
         codec = self._encoding(sequence).codec
         if codec is None or sequence.lease is None:
             return {}
-        num_rounded = self._cache.num_rounded_tokens(sequence.lease, num_tokens)
+        num_rounded = self.cache.num_rounded_tokens(sequence.lease, num_tokens)
         return {codec.name: num_rounded} if num_rounded else {}
 
     def poll(self, *, is_busy: bool) -> list[Sequence]:
@@ -367,7 +429,11 @@ class Tiering:
             is_busy: others have something to compute, so do not take long.
         """
         max_bytes = _BYTES_A_STEP if is_busy else None
-        self._offloader.pump(self._cache, max_bytes)
+        self.offloader.pump(self.cache, max_bytes)
+        self.transfers.poll(is_busy=is_busy or bool(self._held))
+        for meeting in list(self._meetings.values()):
+            if self._meet(meeting):
+                self._end_meeting(meeting.sequence)
         if not self._held:
             return []
         now_s = self._clock()
@@ -391,15 +457,16 @@ class Tiering:
     def drop(self, sequence: Sequence) -> bool:
         """Forget a sequence; False if it was not held back."""
         held = self._held.get(sequence.request.request_id)
-        if held is None:
-            return False
-        self._let_go(held)
-        return not held.is_free
+        if held is not None:
+            self._let_go(held)
+        self._declined.pop(sequence.request.request_id, None)
+        self._end_meeting(sequence)
+        return held is not None and not held.is_free
 
     @property
     def idle_s(self) -> float | None:
         """For how long `poll` will have nothing to do unless the waker is called: 0: not at all; None: for ever."""
-        if self._offloader.can_pump:
+        if self.offloader.can_pump or (self.transfers.has_something and not self._held):
             return 0.0
         waits = [held for held in self._held.values() if held.restore is not None]
         if any(held.restore is not None and (held.restore.has_arrived or held.restore.is_done) for held in waits):
@@ -411,32 +478,33 @@ class Tiering:
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, for so long at most, and end the I/O."""
+        self.transfers.cancel()
         deadline_s = self._clock() + timeout_s
-        while self._offloader.num_waiting and self._clock() < deadline_s:
-            self._offloader.pump(self._cache, None)
-            self._mover.flush(0.05)
-        self._mover.flush(max(0.0, deadline_s - self._clock()))
-        self._mover.close()
+        while self.offloader.num_waiting and self._clock() < deadline_s:
+            self.offloader.pump(self.cache, None)
+            self.mover.flush(0.05)
+        self.mover.flush(max(0.0, deadline_s - self._clock()))
+        self.mover.close()
 
     # -- Block by block, for files that somebody keeps -----------------------------------------------------------------
 
     @property
     def layout(self) -> str:
         """How the bytes of a block are arranged and computed, in words."""
-        return self._exact.layout
+        return self.exact.layout
 
     def payload_bytes(self, group: int) -> int:
         """Of one block."""
-        return int(self._pools[group].shape[1])
+        return int(self.pools[group].shape[1])
 
     def extent(self, chain: KeyChain, index: int, group: int, token_ids: NDArray[np.int32], block_id: int) -> bytearray:
         """A block as an extent that is still to be sealed."""
-        header = self._header(chain, self._exact, index, group, token_ids).encode()
-        return bytearray(header + self._pools[group][block_id].tobytes() + bytes(SEAL_BYTES))
+        header = self.header(chain, self.exact, index, group, token_ids).encode()
+        return bytearray(header + self.pools[group][block_id].tobytes() + bytes(SEAL_BYTES))
 
     def write_block(self, group: int, block_id: int, payload: NDArray[np.uint8]) -> None:
         """Fill a block that a lease has, before it is committed."""
-        self._pools[group][block_id] = payload
+        self.pools[group][block_id] = payload
 
     # -- Parts ---------------------------------------------------------------------------------------------------------
 
@@ -447,13 +515,13 @@ class Tiering:
 
     @property
     def _has_usable_tier(self) -> bool:
-        return any(tier.is_usable for tier in self._mover.tiers)
+        return any(tier.is_usable for tier in self.mover.tiers)
 
     def _keys(self, digests: Seq[bytes]) -> list[bytes]:
-        return [block_key(digest, group) for digest in digests for group in range(len(self._pools))]
+        return [block_key(digest, group) for digest in digests for group in range(len(self.pools))]
 
     def _encoding(self, sequence: Sequence) -> Encoding:
-        return self._exact if sequence.request.is_exact else self._usual
+        return self.exact if sequence.request.is_exact else self.usual
 
     def _is_worth(self, tier: Tier, num_blocks: int, num_bytes: int) -> bool:
         """Whether to read so many blocks. Any thread."""
@@ -466,7 +534,7 @@ class Tiering:
         if self._fetch == "planned":
             num_blocks = held.stop_block - held.first_block
             if held.is_begun:
-                num_blocks = min(self._mover.run_blocks, num_blocks)
+                num_blocks = min(self.mover.run_blocks, num_blocks)
             return held.progress_s + self._planner.wait_s(num_blocks * BLOCK_SIZE)
         return held.progress_s + _STALLED_S
 
@@ -475,10 +543,83 @@ class Tiering:
         return any(held.restore is not None and digest in held.restore.wanted for held in self._held.values())
 
     def _let_go(self, held: _Held) -> Sequence:
-        if held.restore is not None:
-            self._mover.cancel(held.restore)
+        restore = held.restore
+        if restore is not None:
+            self.mover.cancel(restore)
+            if self._fetch == "planned" and restore.num_found:
+                self._plan_meeting(held, restore.first_block + restore.num_found)
         del self._held[held.sequence.request.request_id]
         return held.sequence
+
+    def _plan_meeting(self, held: _Held, stop_block: int) -> None:
+        """Blocks up to that one are there, and were not waited for: read them from the end, if that is of use."""
+        num_known = self.cache.probe(held.sequence.request.namespace, held.sequence.reusable_ids)
+        num_blocks = stop_block - num_known // BLOCK_SIZE
+        tier = None if held.restore is None else held.restore.declined
+        rate = None if tier is None else tier.read_bytes_per_s
+        if num_blocks >= _MIN_MEETING and self._planner.is_worth_meeting(
+            num_blocks * BLOCK_SIZE, num_blocks * sum(self._encoding(held.sequence).payload_bytes), rate
+        ):
+            self._declined[held.sequence.request.request_id] = stop_block
+
+    def _meet(self, meeting: _Meeting) -> bool:
+        """Put what has arrived into its place; whether there is no more to come, or both ends have met."""
+        sequence, lease = meeting.sequence, meeting.lease
+        if sequence.lease is not lease:
+            return True  # preempted: its blocks are gone
+        is_done = meeting.restore.is_done
+        while (run := meeting.restore.take_run()) is not None:
+            is_taken = self._place(meeting, run)
+            self.mover.give_back(run)
+            if not is_taken:
+                return True
+        if sequence.meets_at is None or lease.num_computed_tokens < sequence.meets_at:
+            return is_done and sequence.meets_at is None
+        start = lease.num_computed_tokens
+        ranges = [(max(first, start), stop, tier) for first, stop, tier in reversed(meeting.ranges) if stop > start]
+        if ranges:
+            stop = ranges[-1][1]
+            self.commit_blocks(lease, self._chain(sequence), self._encoding(sequence), sequence.known_ids, start, stop)
+            sequence.note_met(ranges)
+            sequence.num_rounded_tokens = self.num_rounded_tokens(sequence, stop)
+            sequence.table_changed = True
+            for first, last, tier in ranges:
+                self._met[tier] += last - first
+        return True
+
+    def _place(self, meeting: _Meeting, run: BlockRun) -> bool:
+        """Copy a run into the lease's blocks; False if there is no room for it."""
+        sequence, lease = meeting.sequence, meeting.lease
+        stop_block = run.first_block + run.num_blocks
+        if meeting.low_block >= 0 and stop_block != meeting.low_block:
+            return False
+        stop = stop_block * BLOCK_SIZE
+        if lease.num_reserved_tokens < stop:
+            copies = self.cache.grow(lease, stop)
+            if copies is None:
+                return False
+            if copies:
+                raise Bug(f"request {sequence.request.request_id} shares a block that it has written to")
+            sequence.num_slots = lease.num_reserved_tokens
+            sequence.table_changed = True
+        for group, pool in enumerate(self.pools):
+            table = lease.block_table(group)
+            for block_id, payload in zip(
+                table[run.first_block : stop_block].tolist(), run.payloads[group], strict=True
+            ):
+                pool[block_id] = payload
+            if run.is_rounded:
+                self.cache.mark_rounded(group, table[run.first_block : stop_block])
+        meeting.low_block = run.first_block
+        meeting.ranges.append((run.first_block * BLOCK_SIZE, stop, run.tier))
+        sequence.meets_at = run.first_block * BLOCK_SIZE
+        return True
+
+    def _end_meeting(self, sequence: Sequence) -> None:
+        meeting = self._meetings.pop(sequence.request.request_id, None)
+        if meeting is not None:
+            self.mover.cancel(meeting.restore)
+            sequence.meets_at = None
 
     def _advance(self, held: _Held, restore: Restore, now_s: float, max_bytes: int | None) -> bool:
         """Take in runs; whether the sequence need not wait for more."""
@@ -491,60 +632,90 @@ class Tiering:
             if run is None:
                 return is_done or now_s >= self._deadline_s(held) or not self._has_usable_tier
             num_bytes += run.num_bytes
-            is_taken = self._take_in(held.sequence, run)
-            self._mover.give_back(run)
+            sequence = held.sequence
+            is_taken = self.take_in(
+                sequence.request.namespace,
+                sequence.known_ids,
+                self._chain(sequence),
+                self._encoding(sequence),
+                run,
+                sequence.restored,
+            )
+            self.mover.give_back(run)
             held.progress_s = now_s
             if not is_taken:
                 return True
         return False
 
-    def _take_in(self, sequence: Sequence, run: BlockRun) -> bool:
-        """Copy a run into blocks of the pools and commit it; False if it no longer fits on, or there is no room."""
-        ids = sequence.known_ids
+    def take_in(
+        self,
+        namespace: bytes,
+        ids: NDArray[np.int32],
+        chain: KeyChain,
+        encoding: Encoding,
+        run: BlockRun,
+        restored: list[tuple[int, int, str]] | None = None,
+    ) -> bool:
+        """Copy a run into blocks of the pools and commit it; False if it no longer fits on, or there is no room.
+
+        Args:
+            ids: of the prefix, and at least one more.
+            restored: gets (start, stop, tier) of what was taken in.
+        """
         stop_block = run.first_block + run.num_blocks
         stop = stop_block * BLOCK_SIZE
-        with self._cache.open_restore(sequence.request.namespace, ids[: stop + 1]) as lease:
+        with self.cache.open_restore(namespace, ids[: stop + 1]) as lease:
             start = lease.num_computed_tokens
             first_block = start // BLOCK_SIZE
             if start >= stop:
                 return True
-            if first_block < run.first_block or self._cache.grow(lease, stop) is None:
+            if first_block < run.first_block or self.cache.grow(lease, stop) is None:
                 return False
-            for group, pool in enumerate(self._pools):
+            for group, pool in enumerate(self.pools):
                 table = lease.block_table(group)
                 payloads = islice(run.payloads[group], first_block - run.first_block, None)
                 for block_id, payload in zip(table[first_block:stop_block].tolist(), payloads, strict=True):
                     pool[block_id] = payload
                 if run.is_rounded:
-                    self._cache.mark_rounded(group, table[first_block:stop_block])
-            self._commit(lease, sequence, ids, start, stop)
-        sequence.restored.append((start, stop, run.tier))
+                    self.cache.mark_rounded(group, table[first_block:stop_block])
+            self.commit_blocks(lease, chain, encoding, ids, start, stop)
+        if restored is not None:
+            restored.append((start, stop, run.tier))
         tier = next((use.tier for use in self._uses if use.is_exclusive and use.tier.name == run.tier), None)
         if tier is not None and not run.is_rounded:  # the pools have it now, and give it back when it is evicted
-            digests = self._chain(sequence).digests[run.first_block : stop_block]
-            self._mover.discard(tier, self._keys(digests))
+            digests = chain.digests[run.first_block : stop_block]
+            self.mover.discard(tier, self._keys(digests))
         return True
 
-    def _commit(self, lease: Lease, sequence: Sequence, token_ids: NDArray[np.int32], start: int, stop: int) -> None:
-        chain, encoding = self._chain(sequence), self._encoding(sequence)
+    def commit_blocks(
+        self,
+        lease: Lease,
+        chain: KeyChain,
+        encoding: Encoding,
+        token_ids: NDArray[np.int32],
+        start: int,
+        stop: int,
+    ) -> None:
+        """Commit what is in the lease's blocks, and name the blocks that it completes."""
         first, last = start // BLOCK_SIZE, stop // BLOCK_SIZE
         if first == last:
-            self._cache.commit(lease, token_ids[start:stop])
+            self.cache.commit(lease, token_ids[start:stop])
             return
-        written = [lease.block_table(group)[first:last].copy() for group in range(len(self._pools))]
-        self._cache.commit(lease, token_ids[start:stop])
+        written = [lease.block_table(group)[first:last].copy() for group in range(len(self.pools))]
+        self.cache.commit(lease, token_ids[start:stop])
         chain.extend(token_ids[:stop])
         for group, before in enumerate(written):
             # Blocks may have been exchanged for equal ones; those that slid out of a window are the ones written.
             now = lease.block_table(group)[first:last]
             block_ids = np.where(now >= 0, now, before)
-            tags = [self._header(chain, encoding, index, group, token_ids).encode() for index in range(first, last)]
-            self._cache.tag(group, block_ids, tags)
-            self._offloader.note_committed(group, block_ids, tags)
+            tags = [self.header(chain, encoding, index, group, token_ids).encode() for index in range(first, last)]
+            self.cache.tag(group, block_ids, tags)
+            self.offloader.note_committed(group, block_ids, tags)
 
-    def _header(
+    def header(
         self, chain: KeyChain, encoding: Encoding, index: int, group: int, token_ids: NDArray[np.int32]
     ) -> ExtentHeader:
+        """What a block of a sequence is called below."""
         start = index * BLOCK_SIZE
         return ExtentHeader(
             namespace=chain.namespace,

@@ -9,6 +9,8 @@ leases (running sequences, which read and write it) and tree nodes (which keep i
                        hold │    ▼
                             cached ── drop by the last node ───────────▶ free
 
+Of the pool's `capacity`, blocks beyond a limit that may change are withheld: neither free nor anybody's.
+
 Invariant: free + cached + leased == num_blocks, kept as plain integers; an id is on the free list, once, exactly when
 nobody holds it; see `check`.
 """
@@ -48,13 +50,17 @@ class Ledger:
 
 
 class BlockPool:
-    """Holder counts of ids in [0, num_blocks). One engine loop owns it; not thread-safe.
+    """Holder counts of ids in [0, capacity). One engine loop owns it; not thread-safe.
 
     Every method takes an array of distinct ids and costs a few passes of numpy over it.
+
+    Attributes:
+        capacity: blocks for which there is memory.
+        num_blocks: those of them that are not withheld.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
-        self.num_blocks = num_blocks
+        self.capacity = self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.num_cached = 0
         self.num_leased = 0
@@ -62,6 +68,7 @@ class BlockPool:
         self._holders = np.zeros(num_blocks, np.int64)
         self._tags: NDArray[np.object_] = np.full(num_blocks, None, object)
         self._rounded = np.zeros((num_blocks, block_size), np.bool_)  # by slot
+        self._withheld = np.empty(0, np.int32)
 
     def take(self, count: int) -> Ids | None:
         """Lease `count` free blocks; None, taking nothing, if fewer are free."""
@@ -119,6 +126,24 @@ class BlockPool:
         self.num_cached -= len(free)
         self._put_back(free)
 
+    def withhold(self, count: int) -> Ids | None:
+        """Have `count` free blocks fewer from now on; which, or None, with nothing changed, if fewer are free."""
+        if count > self.num_free:
+            return None
+        self.num_free -= count
+        self.num_blocks -= count
+        ids = self._free[self.num_free : self.num_free + count].copy()
+        self._tags[ids] = None
+        self._withheld = np.concatenate([self._withheld, ids])
+        return ids
+
+    def grant(self, count: int) -> None:
+        """Have `count` of the withheld blocks, which must be so many, back as free ones."""
+        keep = len(self._withheld) - count
+        self.num_blocks += count
+        self._put_back(self._withheld[keep:])
+        self._withheld = self._withheld[:keep]
+
     def num_leases(self, ids: Ids) -> Counts:
         """Leases of each block."""
         leases: Counts = self._holders[ids] & LEASES
@@ -151,8 +176,8 @@ class BlockPool:
         return self._rounded[ids]
 
     def states(self) -> NDArray[np.uint8]:
-        """By block: 0 free, 1 cached (only the tree holds it), 2 leased."""
-        holders = self._holders
+        """By block: 0 free, 1 cached (only the tree holds it), 2 leased. Withheld ones are left out."""
+        holders = np.delete(self._holders, self._withheld)
         states: NDArray[np.uint8] = (holders > 0).astype(np.uint8) + ((holders & LEASES) > 0)
         return states
 
@@ -172,11 +197,12 @@ class BlockPool:
         return Ledger(self.num_free, self.num_cached, self.num_leased, self.num_blocks)
 
     def check(self, leases: NDArray[np.integer], nodes: NDArray[np.integer]) -> None:
-        """Assert the invariants, and that the caller's recount, `leases` and `nodes` `[num_blocks]`, agrees."""
+        """Assert the invariants, and that the caller's recount, `leases` and `nodes` `[capacity]`, agrees."""
         assert (self._holders & LEASES == leases).all(), "lease counts differ from a recount"
         assert (self._holders // NODE == nodes).all(), "node counts differ from a recount"
-        free = np.sort(self._free[: self.num_free])
-        assert (free == np.flatnonzero(self._holders == 0)).all(), "free list != blocks without holder"
+        assert self.num_blocks == self.capacity - len(self._withheld), "withheld blocks are not accounted for"
+        idle = np.sort(np.concatenate([self._free[: self.num_free], self._withheld]))
+        assert (idle == np.flatnonzero(self._holders == 0)).all(), "free list != blocks without holder"
         assert self.num_leased == np.count_nonzero(leases)
         assert self.num_cached == np.count_nonzero((leases == 0) & (nodes > 0))
         self.ledger()

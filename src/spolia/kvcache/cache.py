@@ -102,8 +102,8 @@ class KVCache:
         self._tree = RadixTree(self._pools, windows, block_size, self._retention, self._events)
         self._evictor = Evictor(self._tree, self._retention, self._events, self.stats, on_evict)
         self._leases: set[Lease] = set()
-        quota = int(pin_share * min(group.num_blocks for group in groups)) * block_size
-        self._pins = Pins(self._tree, self._retention, quota)
+        self._pin_share = pin_share
+        self._pins = Pins(self._tree, self._retention, self._pin_quota)
 
     @property
     def policy(self) -> RetentionPolicy:
@@ -343,7 +343,7 @@ class KVCache:
     def fits(self, num_tokens: int, max_step_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` tokens can ever be computed here; if not, refuse it at submission."""
         needs = self.blocks_needed(num_tokens, max_step_tokens)
-        return all(need <= group.num_blocks for need, group in zip(needs, self.groups, strict=True))
+        return all(need <= pool.num_blocks for need, pool in zip(needs, self._pools, strict=True))
 
     def explain(self, namespace: bytes, token_ids: ArrayLike, *, other_namespaces: bool = False) -> PrefixHit:
         """What `open` would find now, and why no more. No side effects.
@@ -382,6 +382,85 @@ class KVCache:
                 self._store_again(node)
         self.stats.num_cleared_tokens += num_tokens
         return num_tokens
+
+    def clear_prefix(self, namespace: bytes, token_ids: ArrayLike, *, is_alone: bool = False) -> tuple[int, list[Tag]]:
+        """Drop what is not leased of all that begins with these tokens, and of these what nothing else hangs on.
+
+        Args:
+            is_alone: only these tokens, and what is left of their last block, as far as nobody else uses them: what
+                goes on from them for more than that stays.
+
+        Returns:
+            How many tokens were dropped, and what their blocks were called elsewhere.
+        """
+        ids = _as_ids(token_ids)
+        path, length = self._tree.match(namespace, ids)
+        if not path or (length < len(ids) and not is_alone):
+            return 0, []
+        last = path[-1]
+        if not is_alone:
+            below = [last]
+            for node in below:
+                below.extend(node.children.values())
+            doomed = below[::-1]
+        else:
+            doomed = [last] if last.end - length < self.block_size else []
+        doomed += path[-2::-1]
+        eviction = Eviction(self._retention.clock(), MissReason.CLEARED, "clear")
+        num_tokens, tags = 0, list[Tag]()
+        for node in doomed:
+            end = max(node.start, node.floor)
+            if node.children or end >= node.end:
+                continue
+            before = [pool.num_free for pool in self._pools]
+            self._events.removed(node.namespace, node.branch, end, node.end - end, "clear")
+            num_tokens += self._tree.cut(node, end, eviction)
+            for pool, num_free in zip(self._pools, before, strict=True):
+                freed = pool.freed_since(num_free)
+                tags += [tag for tag in pool.tags(freed) if tag is not None]
+        self.stats.num_cleared_tokens += num_tokens
+        return num_tokens, tags
+
+    # -- Changing it while it is used ----------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> tuple[int, ...]:
+        """Blocks of each group for which there is memory: `resize` goes so far."""
+        return tuple(pool.capacity for pool in self._pools)
+
+    def resize(self, num_blocks: Sequence[int]) -> list[Ids] | None:
+        """Let each group have so many blocks from now on, evicting what is too much.
+
+        Returns:
+            The blocks of each group that are withheld by that, whose memory nobody reads any more; None, with the
+            sizes as they were, if more are leased.
+        """
+        for count, pool in zip(num_blocks, self._pools, strict=True):
+            if not 1 <= count <= pool.capacity:
+                raise ValueError(f"{count} blocks are not among 1 to {pool.capacity}")
+            if count < pool.num_leased:
+                return None
+        excess = [max(0, pool.num_blocks - count) for count, pool in zip(num_blocks, self._pools, strict=True)]
+        if not self._evictor.make_room(excess, Beneficiary("resize", b"")):
+            return None
+        withheld = []
+        for count, pool in zip(num_blocks, self._pools, strict=True):
+            pool.grant(max(0, count - pool.num_blocks))
+            ids = pool.withhold(pool.num_blocks - count)
+            if ids is None:
+                raise Bug(f"{pool.num_blocks - count} blocks are not free after room was made")
+            withheld.append(ids)
+        self._pins.set_quota(self._pin_quota)
+        return withheld
+
+    def use_policy(self, policy: RetentionPolicy) -> None:
+        """Give content up in another order from now on. What is cached stays; the new policy knows when it was used,
+        how often, and what was wished for it. O(nodes)."""
+        self._retention.use_policy(policy, list(self._tree.nodes()))
+
+    @property
+    def _pin_quota(self) -> int:
+        return int(self._pin_share * min(pool.num_blocks for pool in self._pools)) * self.block_size
 
     # -- Retention -----------------------------------------------------------------------------------------------------
 

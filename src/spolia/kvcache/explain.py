@@ -94,6 +94,7 @@ def attribute(
     num_reused: int,
     num_prompt_tokens: int,
     restored: Sequence[tuple[int, int, str]] = (),
+    met: Sequence[tuple[int, int, str]] = (),
 ) -> tuple[TokenRange, ...]:
     """Every token of a prompt, in order, with its source and, if it was computed, one reason.
 
@@ -101,8 +102,9 @@ def attribute(
 
     Args:
         restored: (start, stop, tier) of what was brought up for it, in order, without overlaps.
+        met: likewise, of what was brought up while tokens before it were computed.
     """
-    ranges = []
+    ranges: list[TokenRange] = []
     position = 0
     for start, stop, tier in [*restored, (num_reused, num_reused, "")]:
         start, stop = min(start, num_reused), min(stop, num_reused)
@@ -123,7 +125,17 @@ def attribute(
         ranges.append(TokenRange(position, stop, "computed", why.reason))
         position, why = stop, why.beyond
     ranges.append(TokenRange(position, num_prompt_tokens, "computed", MissReason.NEVER_SEEN))
+    for start, stop, tier in met:
+        ranges = [piece for part in ranges for piece in _with_restored(part, start, stop, tier)]
     return tuple(part for part in ranges if part.start < part.stop)
+
+
+def _with_restored(part: TokenRange, start: int, stop: int, tier: str) -> tuple[TokenRange, ...]:
+    """A range, of which tokens [start, stop) came from a tier."""
+    start, stop = max(start, part.start), min(stop, part.stop)
+    if start >= stop:
+        return (part,)
+    return part._replace(stop=start), TokenRange(start, stop, tier), part._replace(start=stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def check_invariants(tree: RadixTree, retention: Retention, evictor: Evictor, le
         held = [lease.tables[group].view[lease.first_blocks[group] :] for lease in leases]
         held += [ids for lease in leases for other, ids in lease.borrowed if other == group]
         kept = [blocks[blocks >= 0] for blocks in (node.blocks[group].view for node in nodes)]
-        pool.check(_count(held, pool.num_blocks), _count(kept, pool.num_blocks))
+        pool.check(_count(held, pool.capacity), _count(kept, pool.capacity))
 
 
 def _check_root(root: RadixNode) -> None:

@@ -40,6 +40,10 @@ class Pins:
         self._held: dict[int, tuple[Pin, Ids]] = {}
         self._num_made = 0
 
+    def set_quota(self, quota_tokens: int) -> None:
+        """Change the quota. Pins that hold go on holding."""
+        self._quota_tokens = quota_tokens
+
     def pin(self, namespace: bytes, ids: Ids, ttl_s: float | None) -> Pin | None:
         """See `KVCache.pin`."""
         self.lift_expired()

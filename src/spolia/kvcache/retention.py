@@ -151,13 +151,16 @@ class Retention:
     """
 
     def __init__(self, policy: RetentionPolicy, clock: Callable[[], float], windows: Sequence[int | None]) -> None:
-        self.policy = policy
         self.clock = clock
         self.window_queues = {group: WindowQueues() for group, window in enumerate(windows) if window is not None}
-        self.segment_tokens = [0] * policy.num_segments
         self.namespace_tokens: Counter[bytes] = Counter()
         self.num_pinned_tokens = 0
         self.owners: dict[bytes, Owner] = {}
+        self._take_policy(policy)
+
+    def _take_policy(self, policy: RetentionPolicy) -> None:
+        self.policy = policy
+        self.segment_tokens = [0] * policy.num_segments
         self._leaves = [EvictionQueue() for _ in range(policy.num_segments)]
         self._alarms = _Alarms()
         # Paths are long: what a policy does not listen to is not told.
@@ -166,6 +169,21 @@ class Retention:
         self._hears_ends = kind.ended is not RetentionPolicy.ended
         self._is_plain = policy.num_segments == 1 and kind.reprieve is RetentionPolicy.reprieve
         self._reviews = kind.review_at is not RetentionPolicy.review_at
+
+    def use_policy(self, policy: RetentionPolicy, nodes: Sequence[RadixNode]) -> None:
+        """Rank all nodes, parents first, by another policy."""
+        self._take_policy(policy)
+        self.window_queues = {group: WindowQueues() for group in self.window_queues}
+        for owner in self.owners.values():
+            owner.leaves = EvictionQueue()
+        now = self.clock()
+        for node in nodes:
+            standing = node.standing
+            standing.segment, standing.credit, standing.mark = 0, 0, 0.0
+            policy.added(node, was_evicted=False)
+            self.segment_tokens[standing.segment] += node.end - node.start
+            self._rank(node, now)
+            self.offer(node)
 
     # -- What becomes of nodes -----------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from spolia.server.access import Gate, KeyRing
 from spolia.server.anthropic import AnthropicEndpoints
 from spolia.server.body import BodyDeadlines
 from spolia.server.cache import CacheEndpoints
+from spolia.server.cache_admin import CacheAdminEndpoints
 from spolia.server.chat import ChatEndpoint
 from spolia.server.completions import CompletionEndpoint
 from spolia.server.config import ServerConfig
@@ -95,6 +96,7 @@ def _routes(models: ServedModels, config: ServerConfig, mcp: McpChat) -> list[Ro
         *StatusEndpoints(models).routes(),
         *PageEndpoints(models).routes(),
         *CacheEndpoints(models, config).routes(),
+        *CacheAdminEndpoints(models, config).routes(),
         *SessionEndpoints(models, config).routes(),
         *TokenizeEndpoints(models, config).routes(),
         Route("POST", "/v1/completions", CompletionEndpoint(models, config).respond, CompletionRequest),

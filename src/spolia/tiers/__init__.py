@@ -12,9 +12,12 @@ from .archive import (
     Conversation,
     conversations,
     export_conversation,
+    find_keys,
     headers,
     import_conversation,
+    pack_archive,
     read_archive,
+    unpack_archive,
     write_archive,
 )
 from .backend import Entry, Health, ListableBackend, StorageBackend
@@ -31,6 +34,7 @@ from .extent import (
     key_of,
     layout_of,
     open_extent,
+    payload_of,
 )
 from .folder import FolderBackend
 from .host import HostBackend
@@ -81,6 +85,7 @@ __all__ = [
     "conversations",
     "export_conversation",
     "extent_bytes",
+    "find_keys",
     "header_bytes",
     "headers",
     "import_conversation",
@@ -88,8 +93,11 @@ __all__ = [
     "layout_of",
     "open_extent",
     "open_remote",
+    "pack_archive",
+    "payload_of",
     "read_archive",
     "read_key",
+    "unpack_archive",
     "verify_folder",
     "write_archive",
 ]

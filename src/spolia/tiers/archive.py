@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from spolia.errors import InvalidRequest
 
+from .backend import ListableBackend, StorageBackend
 from .extent import Checksum, ExtentError, ExtentHeader, Sealer, open_extent
 from .folder import FolderBackend
 
@@ -23,9 +24,12 @@ __all__ = [
     "Conversation",
     "conversations",
     "export_conversation",
+    "find_keys",
     "headers",
     "import_conversation",
+    "pack_archive",
     "read_archive",
+    "unpack_archive",
     "write_archive",
 ]
 
@@ -188,16 +192,44 @@ def read_archive(path: Path) -> list[memoryview]:
 
 
 def _read(path: Path, sealer: Sealer) -> Iterator[tuple[ExtentHeader, memoryview]]:
+    for extent, header, _ in _opened(_frames(path), sealer, str(path)):
+        yield header, extent
+
+
+def _opened(
+    frames: Iterator[memoryview], sealer: Sealer, path: str
+) -> Iterator[tuple[memoryview, ExtentHeader, memoryview]]:
+    """Each extent as it is in the file, its header, and the extent readable."""
     known: set[bytes] = set()
-    for index, extent in enumerate(_frames(path)):
+    for index, extent in enumerate(frames):
+        opened = memoryview(bytearray(extent))
         try:
-            header, _ = open_extent(memoryview(bytearray(extent)), sealer)
+            header, _ = open_extent(opened, sealer)
         except ExtentError as error:
             raise InvalidRequest(f"block {index} of {path} is refused: {error}", param="file") from None
         if header.start and header.parent not in known:
             raise InvalidRequest(f"block {index} of {path} does not follow from one before it", param="file")
         known.add(header.digest)
-        yield header, extent
+        yield extent, header, opened
+
+
+def pack_archive(extents: Sequence[bytearray], sealer: Sealer) -> bytes:
+    """The content of a file of extents that have no seal yet, in the order of their blocks. Seals them in place."""
+    parts: list[bytes | bytearray] = [_HEAD.pack(_MAGIC, _VERSION, len(extents))]
+    for extent in extents:
+        sealer.seal(memoryview(extent))
+        parts += [_SIZE.pack(len(extent)), extent]
+    return b"".join(parts)
+
+
+def unpack_archive(content: bytes, sealer: Sealer) -> Iterator[tuple[ExtentHeader, memoryview]]:
+    """Header and extent, readable, of each block of such a file's content, checked.
+
+    Raises:
+        InvalidRequest: it is no such file, is damaged, or cannot be opened with this sealer.
+    """
+    for _, header, opened in _opened(_split(memoryview(content), "the file"), sealer, "the file"):
+        yield header, opened
 
 
 def _frames(path: Path) -> Iterator[memoryview]:
@@ -205,6 +237,10 @@ def _frames(path: Path) -> Iterator[memoryview]:
         data = memoryview(path.read_bytes())
     except OSError as error:
         raise InvalidRequest(f"{path} cannot be read: {error.strerror}", param="file") from error
+    yield from _split(data, str(path))
+
+
+def _split(data: memoryview, path: str) -> Iterator[memoryview]:
     if len(data) < _HEAD.size or data[:8] != _MAGIC:
         raise InvalidRequest(f"{path} is not a file of `spolia cache export`", param="file")
     _, version, count = _HEAD.unpack_from(data)
@@ -218,6 +254,32 @@ def _frames(path: Path) -> Iterator[memoryview]:
         offset += _SIZE.size
         yield data[offset : offset + size]
         offset += size
+
+
+def find_keys(
+    backend: StorageBackend, namespaces: Collection[bytes] | None = None, digest: bytes | None = None
+) -> list[bytes] | None:
+    """The keys of all that a backend holds, or of some namespaces, or from the block of a digest on, that included.
+
+    Returns:
+        None if it cannot say what it holds.
+    """
+    if not isinstance(backend, ListableBackend):
+        return None
+    if namespaces is None and digest is None:
+        return [entry.key for entry in backend.entries()]
+    found = []
+    for entry in backend.entries():
+        header = backend.read_header(entry.key)
+        if header is not None and (namespaces is None or header.namespace in namespaces):
+            found.append(header)
+    if digest is None:
+        return [header.key for header in found]
+    reached = {digest}
+    for header in sorted(found, key=lambda header: header.start):  # parents before their children
+        if header.parent in reached:
+            reached.add(header.digest)
+    return [header.key for header in found if header.digest in reached]
 
 
 def _chain(found: dict[bytes, ExtentHeader], last: ExtentHeader) -> list[ExtentHeader]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+from .extent import ExtentHeader
+
 __all__ = ["Buffer", "Entry", "Health", "ListableBackend", "StorageBackend"]
 
 Buffer: TypeAlias = memoryview
@@ -79,3 +81,6 @@ class ListableBackend(StorageBackend, Protocol):
 
     def entries(self) -> Iterable[Entry]:
         """The least recently used first."""
+
+    def read_header(self, key: bytes) -> ExtentHeader | None:
+        """What an extent says of itself; None if it is gone, or makes no sense."""

@@ -31,6 +31,7 @@ __all__ = [
     "key_of",
     "layout_of",
     "open_extent",
+    "payload_of",
     "secret_at",
 ]
 
@@ -207,5 +208,10 @@ def open_extent(extent: memoryview, sealer: Sealer, key: bytes | None = None) ->
         raise ExtentError("its digest does not follow from its parent and tokens")
     if header.start == 0 and header.parent != root_digest(header.namespace):
         raise ExtentError("its parent is not the root of its namespace")
+    return header, payload_of(header, extent)
+
+
+def payload_of(header: ExtentHeader, extent: memoryview) -> Payload:
+    """The KV of an extent that was opened: a view."""
     payload_at = len(extent) - SEAL_BYTES - header.payload_bytes
-    return header, np.frombuffer(extent[payload_at:-SEAL_BYTES], np.uint8)
+    return np.frombuffer(extent[payload_at:-SEAL_BYTES], np.uint8)

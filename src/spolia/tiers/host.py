@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .backend import Buffer, Health
+from .backend import Buffer, Entry, Health
+from .extent import ExtentError, ExtentHeader
 
 __all__ = ["HostBackend"]
 
@@ -57,6 +58,20 @@ class HostBackend:
     def health(self) -> Health:
         with self._lock:
             return Health(len(self._extents), self._num_bytes, self._capacity)
+
+    def entries(self) -> list[Entry]:
+        """What it holds, the least recently used first; nobody notes when that was."""
+        with self._lock:
+            return [Entry(key, len(extent), 0.0) for key, extent in self._extents.items()]
+
+    def read_header(self, key: bytes) -> ExtentHeader | None:
+        """The header of an extent; None if it is not there."""
+        with self._lock:
+            extent = self._extents.get(key)
+        try:
+            return None if extent is None else ExtentHeader.decode(extent.data)
+        except ExtentError:
+            return None
 
     def close(self) -> None:
         with self._lock:

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -33,6 +33,9 @@ __all__ = ["BlockRun", "Mover", "Restore"]
 
 _RUN_BYTES = 4 << 20
 """A run of blocks that is read and handed over together."""
+
+_FIRST_SHARE = 4
+"""The first run from a tier is so much shorter."""
 
 _BATCH = 16
 """Extents that are written together at most."""
@@ -65,14 +68,23 @@ class Restore:
     """Blocks on their way up: [first_block, first_block + num_blocks), in order, as far as they can be had.
 
     The engine's thread takes runs from it; a reader fills it. `is_done` once nothing more will arrive.
+
+    Attributes:
+        is_backward: from the last that can be had to the first, whatever that is worth.
+        num_found: blocks that the tiers say they have, from where it begins on; None: not yet asked.
+        declined: the tier that reading on from is not worth while; None: nothing was declined.
     """
 
-    def __init__(self, digests: Sequence[bytes], first_block: int, encoding: Encoding) -> None:
+    def __init__(
+        self, digests: Sequence[bytes], first_block: int, encoding: Encoding, *, is_backward: bool = False
+    ) -> None:
         self.digests = digests
         self.encoding = encoding
+        self.is_backward = is_backward
+        self.declined: Tier | None = None
         self.wanted = frozenset(digests)
         self.first_block = first_block
-        self.num_found: int | None = None  # blocks that the tiers say they have; None: not yet asked
+        self.num_found: int | None = None
         self.is_begun = False
         self.is_cancelled = False
         self.is_done = False
@@ -252,6 +264,11 @@ class Mover:
         """Blocks that wait to be written."""
         return sum(len(lane.pending) for lane in self._lanes.values())
 
+    def num_pending_for(self, tier: Tier) -> int:
+        """Of these, those for one tier."""
+        lane = self._lanes.get(tier.name)
+        return 0 if lane is None else len(lane.pending)
+
     @property
     def run_blocks(self) -> int:
         """Blocks of a run, at most."""
@@ -259,13 +276,19 @@ class Mover:
 
     # -- Up ------------------------------------------------------------------------------------------------------------
 
-    def fetch(self, digests: Sequence[bytes], first_block: int, encoding: Encoding) -> Restore:
-        """Begin to bring up blocks that were written in this encoding, `digests[0]` being that of `first_block`."""
+    def fetch(
+        self, digests: Sequence[bytes], first_block: int, encoding: Encoding, *, is_backward: bool = False
+    ) -> Restore:
+        """Begin to bring up blocks that were written in this encoding, `digests[0]` being that of `first_block`.
+
+        Args:
+            is_backward: from the last on.
+        """
         if not self._is_reading:
             self._is_reading = True
             for reader in self._readers:
                 reader.start()
-        restore = Restore(digests, first_block, encoding)
+        restore = Restore(digests, first_block, encoding, is_backward=is_backward)
         self._restores.put(restore)
         return restore
 
@@ -345,32 +368,51 @@ class Mover:
                 self.notify()
 
     def _bring(self, restore: Restore) -> None:
-        """Find out which tier has what, then read it run by run, up to the first block that is not there."""
+        """Find out which tier has what, then read it run by run, until a block is not there."""
         restore.is_begun = True
         num_groups = len(self._block_bytes)
         keys = [block_key(digest, group) for digest in restore.digests for group in range(num_groups)]
-        segments = self._locate(keys, num_groups)
+        segments = self._locate(keys[::-1] if restore.is_backward else keys, num_groups)
         restore.num_found = sum(count for _, count in segments)
-        index, block_bytes = 0, sum(restore.encoding.payload_bytes)
+        for tier, index, size in self._runs(restore, segments):
+            run = self._read_run(restore, tier, keys[index * num_groups : (index + size) * num_groups], index)
+            if run is None:
+                return
+            if restore.is_backward and run.num_blocks < size:  # what lies behind the gap hangs in the air
+                self.give_back(run)
+                return
+            restore._arrived.append(run)
+            if restore.is_cancelled:  # the engine may have looked before it arrived
+                while (late := restore.take_run()) is not None:
+                    self.give_back(late)
+                return
+            self.notify()
+            if run.num_blocks < size:
+                return
+
+    def _runs(self, restore: Restore, segments: Sequence[tuple[Tier, int]]) -> Iterator[tuple[Tier, int, int]]:
+        """(tier, index of its first block, size) of what to read next, decided when it is asked for."""
+        if restore.is_backward:
+            stop = restore.num_blocks
+            for tier, count in segments:
+                low = stop - count
+                while stop > low:
+                    size = min(self._run_blocks, stop - low)
+                    stop -= size
+                    yield tier, stop, size
+            return
+        index = 0
         for tier, count in segments:
             stop = index + count
             while index < stop:
-                if not self.is_worth(
-                    tier, stop - index, (stop - index) * block_bytes
-                ):  # each run has told more of how fast it is
+                num_bytes = (stop - index) * sum(restore.encoding.payload_bytes)
+                if not self.is_worth(tier, stop - index, num_bytes):  # each run has told more of how fast it is
+                    restore.declined = tier
                     return
-                size = min(self._run_blocks, stop - index)
-                run = self._read_run(restore, tier, keys[index * num_groups : (index + size) * num_groups], index)
-                if run is None:
-                    return
-                restore._arrived.append(run)
-                if restore.is_cancelled:  # the engine may have looked before it arrived
-                    while (late := restore.take_run()) is not None:
-                        self.give_back(late)
-                    return
-                self.notify()
-                if run.num_blocks < size:
-                    return
+                # Of a tier that was never read nobody knows how long a run will take.
+                is_known = tier.read_bytes_per_s is not None
+                size = min(self._run_blocks if is_known else -(-self._run_blocks // _FIRST_SHARE), stop - index)
+                yield tier, index, size
                 index += size
 
     def _locate(self, keys: Sequence[bytes], num_groups: int) -> list[tuple[Tier, int]]:

@@ -1,4 +1,12 @@
-"""Restore or recompute: whichever is sooner, by what both have cost so far. See `Planner`."""
+"""Restore, recompute, or both ends meeting in the middle: whichever is sooner, by what both have cost so far.
+
+    restore        |<------------ read ------------->|            reading takes a third of computing, or less
+    both ends      |--- computed --->|<---- read ----|            the front needs nothing of what comes after
+                                    meet                          it; what was read only has to be in its place
+    recompute      |----------- computed ----------->|            reading takes so long that it would not be felt
+
+See `Planner`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +22,13 @@ _MIN_WAIT_S = 0.1
 _FIRST_WAIT_S = 2.0
 """Waiting for a run as long as nobody knows what computing it would take."""
 
+_ALONE_SHARE = 0.3
+"""Of computing's time, reading takes so much at most where it is only read: then both ends would save little, and
+computing costs others their turn."""
+
+_MEET_FACTOR = 20.0
+"""Reading that takes so many times longer than computing saves less than a twentieth from the far end."""
+
 _PROBE_S = 30.0
 """A tier that was found too slow is tried again after that."""
 
@@ -21,9 +36,9 @@ _PROBE_S = 30.0
 class Planner:
     """Measures prompts computed per second and compares with bytes read per second.
 
-    A restore is worth while if reading is expected to take less time than computing. Expectations may be wrong, so
-    each run that is read may take as long as computing its tokens would, and no longer: then the rest is computed, and
-    little more than one run's time was lost. One thread notes steps; any may ask.
+    Expectations may be wrong, so each run that is read while nothing is computed may take as long as computing its
+    tokens would, and no longer: then both ends are tried, and little more than one run's time was lost. One thread
+    notes steps; any may ask.
 
     Args:
         clock: seconds; only differences matter.
@@ -45,10 +60,10 @@ class Planner:
             self._tokens_per_s = rate if before is None else (1 - _SMOOTHING) * before + _SMOOTHING * rate
 
     def is_worth(self, tier: str, num_tokens: int, num_bytes: int, bytes_per_s: float | None) -> bool:
-        """Whether to read so many tokens' KV from a tier that has been read at that rate (None: never yet)."""
+        """Whether to only read so many tokens' KV from a tier that has been read at that rate (None: never yet)."""
         if bytes_per_s is None or self._tokens_per_s is None:
             return True
-        if num_bytes / bytes_per_s <= num_tokens / self._tokens_per_s:
+        if num_bytes / bytes_per_s <= _ALONE_SHARE * num_tokens / self._tokens_per_s:
             self._probed_s.pop(tier, None)
             return True
         now_s = self._clock()
@@ -56,6 +71,12 @@ class Planner:
             self._probed_s[tier] = now_s
             return True
         return False
+
+    def is_worth_meeting(self, num_tokens: int, num_bytes: int, bytes_per_s: float | None) -> bool:
+        """Whether to read from the far end while the near one is computed."""
+        if bytes_per_s is None or self._tokens_per_s is None:
+            return True
+        return num_bytes / bytes_per_s <= _MEET_FACTOR * num_tokens / self._tokens_per_s
 
     def wait_s(self, num_tokens: int) -> float:
         """How long to wait for a run of so many tokens."""

@@ -143,6 +143,8 @@ class Tier:
         is_put = self.put([header.key], [memoryview(extent)]) == 1
         (payload,) = self.get_into([header.key], [memoryview(bytearray(len(extent)))])
         self.delete([header.key])
+        with self._lock:
+            self._read_bytes_per_s = None  # so few bytes tell nothing of how fast many are read
         if not is_put or payload is None or payload.tobytes() != wanted:
             stats = self.stats
             raise StorageUnavailable(

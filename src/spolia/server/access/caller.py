@@ -13,7 +13,7 @@ from spolia.engine import Tenant
 from spolia.server.access.account import Account
 from spolia.server.tracing import RequestTrace
 
-__all__ = ["Caller", "current_caller", "set_caller"]
+__all__ = ["Caller", "current_caller", "set_caller", "tenant_salt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,12 @@ class Caller:
 
     def cache_salt(self, asked: str) -> str:
         """The salt for the engine: the client's own, inside its tenant. Framed, so that none can leave its tenant."""
-        tenant = self.tenant
-        return asked if tenant is None else f"{len(tenant)}:{tenant}:{asked}"
+        return asked if self.tenant is None else tenant_salt(self.tenant, asked)
+
+
+def tenant_salt(tenant: str, asked: str) -> str:
+    """The salt for the engine of what a tenant's client asked for."""
+    return f"{len(tenant)}:{tenant}:{asked}"
 
 
 _caller: ContextVar[Caller] = ContextVar("spolia_caller", default=Caller())  # noqa: B039 - frozen

@@ -1,0 +1,88 @@
+"""The size of the KV pools, at the start and while they are used: see `PoolSizes`.
+
+memory    |  blocks in use or free                    |  withheld: reserved, and given back to the system  |
+          0                                       kv_memory                                            capacity
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spolia.engine.core import EngineCore
+from spolia.engine.memory import split_blocks
+from spolia.errors import InvalidRequest, Overloaded
+from spolia.kernels import release_blocks
+from spolia.kvcache import KVCache
+
+__all__ = ["PoolSizes", "fitting_tokens"]
+
+
+def fitting_tokens(cache: KVCache, max_context: int, max_batch_tokens: int) -> int:
+    """Most tokens of prompt and answer that fit when they have all pools to themselves; the last one has no KV."""
+    return bisect_left(range(1, max_context), True, key=lambda kept: not cache.fits(kept, max_batch_tokens)) + 1
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PoolSizes:
+    """How one engine's KV memory is split over its pools.
+
+    Attributes:
+        pools: uint8 `[capacity, block_bytes]` a group. Memory is committed as it is first written.
+        max_context, max_sequences, max_batch_tokens: of the engine.
+    """
+
+    pools: Sequence[NDArray[np.uint8]]
+    windows: Sequence[int | None]
+    max_context: int
+    max_sequences: int
+    max_batch_tokens: int
+
+    @property
+    def capacity_bytes(self) -> int:
+        """How far it can grow."""
+        return sum(pool.nbytes for pool in self.pools)
+
+    def num_bytes(self, cache: KVCache) -> int:
+        """What the cache may take now."""
+        return sum(ledger.total * pool.shape[1] for ledger, pool in zip(cache.ledger(), self.pools, strict=True))
+
+    def resize(self, core: EngineCore, kv_bytes: int) -> int:
+        """Let the pools take so many bytes from the next step on; on the engine's thread.
+
+        Returns:
+            Most tokens of a prompt and its answer that fit from now on.
+
+        Raises:
+            InvalidRequest: less than a block, or more than was reserved at the start. Nothing has changed.
+            Overloaded: requests that have not ended need more. Nothing has changed.
+        """
+        counts = split_blocks(
+            kv_bytes,
+            [pool.shape[1] for pool in self.pools],
+            self.windows,
+            max_context=self.max_context,
+            max_sequences=self.max_sequences,
+            max_batch_tokens=self.max_batch_tokens,
+        )
+        if any(count > capacity for count, capacity in zip(counts, core.cache.capacity, strict=True)):
+            raise InvalidRequest(
+                f"kv_memory is {kv_bytes}; this engine can grow to {self.capacity_bytes}, which it reserved at its "
+                "start; start it again for more",
+                param="kv_memory",
+            )
+        before = [ledger.total for ledger in core.cache.ledger()]
+        withheld = core.cache.resize(counts)
+        if withheld is None:
+            raise Overloaded(f"running requests hold more than {kv_bytes} bytes of KV; try again when fewer run")
+        if not all(core.cache.fits(sequence.max_kept_tokens, self.max_batch_tokens) for sequence in core.in_flight):
+            core.cache.resize(before)
+            raise Overloaded(f"a request that has not ended could not be ended in {kv_bytes} bytes; try again later")
+        for pool, ids in zip(self.pools, withheld, strict=True):
+            release_blocks(pool, ids)
+        core.note_resized()
+        return fitting_tokens(core.cache, self.max_context, self.max_batch_tokens)

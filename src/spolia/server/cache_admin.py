@@ -1,0 +1,292 @@
+"""`/v1/cache`, for operators: what is where, and having it elsewhere.
+
+POST /v1/cache/lookup   where the KV of a prompt lies
+POST /v1/cache/warm     compute a prompt ahead
+POST /v1/cache/move     from the device to a tier, or from the tiers to the device
+POST /v1/cache/clear    drop all, or what a namespace, tenant, prefix or session has
+POST /v1/cache/export   the KV of a prompt or session as a file
+POST /v1/cache/import   and back
+GET  /v1/cache/config   size, policy, tiers
+POST /v1/cache/config   change them, all or none
+
+Where they take a prompt it is text, token ids, messages, or a session's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from spolia.engine import CacheAdmin, ClearReport, SamplingParams, Wish
+from spolia.errors import InvalidRequest
+from spolia.server.access import current_caller, tenant_salt
+from spolia.server.answer import Answer
+from spolia.server.body import BodyDeadlines, read_body
+from spolia.server.chat import encode_chat
+from spolia.server.config import ServerConfig
+from spolia.server.encoding import encode
+from spolia.server.errors import Forbidden
+from spolia.server.hot_changes import ConfigChange, apply_changes, describe
+from spolia.server.routes import Route
+from spolia.server.served import ServedModel, ServedModels
+from spolia.server.sessions import find_session
+
+__all__ = ["CacheAdminEndpoints", "Selection", "select_ids", "warm"]
+
+
+class Selection(msgspec.Struct, kw_only=True):
+    """A prompt, as text, token ids, messages or a session's id."""
+
+    model: str | None = None
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    session: str | None = None
+    cache_salt: str | None = None
+
+
+class WarmRequest(Selection, kw_only=True):
+    """`pin` keeps it for `ttl` seconds, or until it is lifted; `priority` is a wish."""
+
+    priority: int | None = None
+    pin: bool = False
+    ttl: float | None = None
+
+
+class MoveRequest(Selection, kw_only=True):
+    """`to`: a tier's name, or "device". `keep`: on the device, too."""
+
+    to: str
+    keep: bool = False
+
+
+class ClearRequest(Selection, kw_only=True):
+    """Just one of: `all`, `tenant`, `namespace` (that of `cache_salt`), a prompt (all that begins with it), `session`.
+
+    `tiers` false leaves what lies in tiers.
+    """
+
+    all: bool = False
+    namespace: bool = False
+    tenant: str | None = None
+    tiers: bool = True
+
+
+async def select_ids(served: ServedModel, body: Selection) -> list[int]:
+    """The token ids of what was chosen.
+
+    Raises:
+        InvalidRequest: not just one way of saying it, or what it says is no prompt.
+    """
+    model = served.engine.model
+    if sum(way is not None for way in (body.prompt, body.messages, body.session)) != 1:
+        raise InvalidRequest("send one of prompt, messages and session", param="prompt")
+    if body.session is not None:
+        return list(find_session(served, body.session, body.cache_salt).token_ids)
+    if body.messages is not None:
+        return await encode_chat(model, body.messages, add_generation_prompt=False)
+    prompt = body.prompt or ""
+    ids = await encode(model.tokenizer, prompt) if isinstance(prompt, str) else prompt
+    if not ids or not all(0 <= id_ < model.tokenizer.vocab_size for id_ in ids):
+        raise InvalidRequest("prompt is empty, or has token ids that are not in the vocabulary", param="prompt")
+    return ids
+
+
+async def warm(served: ServedModel, body: WarmRequest, *, max_waiting: int) -> dict[str, Any]:
+    """Compute a prompt, so that who asks for it finds it.
+
+    Raises:
+        InvalidRequest, Overloaded: as for a request with that prompt; or its pin has no room.
+    """
+    ids = await select_ids(served, body)
+    try:
+        wishes = [] if body.priority is None else [Wish(body.priority, body.ttl)]
+    except ValueError as error:
+        raise InvalidRequest(str(error), param="priority") from None
+    answer = Answer.submit(
+        "warm",
+        served,
+        [ids],
+        [SamplingParams(max_tokens=1, temperature=0.0)],
+        cache_salt=body.cache_salt or "",
+        max_waiting=max_waiting,
+        wishes=wishes,
+    )
+    (output,) = await answer.finish()
+    done = {
+        "object": "cache.warmed",
+        "model": served.name,
+        "num_tokens": len(ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "num_computed_tokens": len(ids) - output.num_cached_tokens,
+    }
+    if body.pin:
+        namespace, ttl_s = _namespace(served, body.cache_salt), body.ttl
+        pin = await served.engine.call(lambda core: core.cache.pin(namespace, ids, ttl_s))
+        done["pin"] = None if pin is None else pin.id
+    return done
+
+
+class CacheAdminEndpoints:
+    """Bound to the models of one app."""
+
+    def __init__(self, models: ServedModels, config: ServerConfig) -> None:
+        self._models = models
+        self._config = config
+        self._changing = asyncio.Lock()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("POST", "/v1/cache/lookup", self.lookup, Selection),
+            Route("POST", "/v1/cache/warm", self.warm, WarmRequest),
+            Route("POST", "/v1/cache/move", self.move, MoveRequest),
+            Route("POST", "/v1/cache/clear", self.clear, ClearRequest),
+            Route("POST", "/v1/cache/export", self.export, Selection),
+            Route("POST", "/v1/cache/import", self.import_file),
+            Route("GET", "/v1/cache/config", self.config),
+            Route("POST", "/v1/cache/config", self.change, ConfigChange),
+        ]
+
+    async def lookup(self, request: Request) -> Response:
+        """Where the KV of a prompt lies now, and why no more of it is on the device."""
+        served, body, admin = await self._read(request, Selection)
+        ids = await select_ids(served, body)
+        found = await admin.lookup(ids, cache_salt=_salt(body.cache_salt))
+        explanation = found.hit.explanation
+        return _json(
+            {
+                "object": "cache.lookup",
+                "model": served.name,
+                "num_tokens": len(ids),
+                "num_cached_tokens": found.hit.num_tokens,
+                "reason": explanation.reason.value,
+                "divergence": explanation.divergence,
+                "tiers": found.num_tier_tokens,
+            }
+        )
+
+    async def warm(self, request: Request) -> Response:
+        """Compute a prompt ahead."""
+        served, body, _ = await self._read(request, WarmRequest)
+        return _json(await warm(served, body, max_waiting=self._config.max_waiting))
+
+    async def move(self, request: Request) -> Response:
+        """Have a prompt's KV in a tier, or on the device."""
+        served, body, admin = await self._read(request, MoveRequest)
+        ids = await select_ids(served, body)
+        num_tokens = await admin.move(ids, body.to, cache_salt=_salt(body.cache_salt), keep=body.keep)
+        return _json({"object": "cache.moved", "model": served.name, "to": body.to, "num_tokens": num_tokens})
+
+    async def clear(self, request: Request) -> Response:
+        """Drop what was chosen, on the device and in the tiers."""
+        served, body, admin = await self._read(request, ClearRequest)
+        report = await self._clear(served, body, admin)
+        return _json(
+            {
+                "object": "cache.cleared",
+                "model": served.name,
+                "num_tokens": report.num_tokens,
+                "num_tier_blocks": report.num_tier_blocks,
+                "unlisted_tiers": report.unlisted,
+            }
+        )
+
+    async def _clear(self, served: ServedModel, body: ClearRequest, admin: CacheAdmin) -> ClearReport:
+        prompt = body.prompt is not None or body.messages is not None
+        ways = (body.all, body.namespace, body.tenant is not None, prompt, body.session is not None)
+        if sum(ways) != 1:
+            raise InvalidRequest("send one of all, namespace, tenant, prompt, messages and session", param="all")
+        salt = _salt(body.cache_salt)
+        if body.all:
+            return await admin.clear(tiers=body.tiers)
+        if body.namespace:
+            return await admin.clear({served.engine.namespace(salt)}, tiers=body.tiers)
+        if body.tenant is not None:
+            tenant = body.tenant
+            known = await served.engine.call(lambda core: core.namespaces_of(tenant))
+            return await admin.clear(known | {_tenants_own(served, tenant)}, tiers=body.tiers)
+        ids = await select_ids(served, body)
+        if body.session is not None:
+            return await admin.clear_tail(ids, cache_salt=salt, tiers=body.tiers)
+        return await admin.clear_prefix(ids, cache_salt=salt, tiers=body.tiers)
+
+    async def export(self, request: Request) -> Response:
+        """The KV of a prompt or session as a file."""
+        served, body, admin = await self._read(request, Selection)
+        ids = await select_ids(served, body)
+        content = await admin.export(ids, cache_salt=_salt(body.cache_salt))
+        headers = {"content-disposition": 'attachment; filename="conversation.spolia-kv"'}
+        return Response(content, media_type="application/octet-stream", headers=headers)
+
+    async def import_file(self, request: Request) -> Response:
+        """Take in a file of `export`, the request's body."""
+        _refuse_other_sites(request)
+        served = self._models.get(request.query_params.get("model"))
+        admin = _admin(served)
+        deadlines: BodyDeadlines = request.app.state.body_deadlines
+        most = max(self._config.max_body_bytes, served.engine.config.kv_memory or 0)
+        content = await deadlines.wait_for(request, most)
+        num_tokens = await admin.import_file(content, cache_salt=_salt(request.query_params.get("cache_salt")))
+        return _json({"object": "cache.imported", "model": served.name, "num_tokens": num_tokens})
+
+    async def config(self, request: Request) -> Response:
+        """Size, policy and tiers, as they are now."""
+        return _json(await describe(self._models.get(request.query_params.get("model"))))
+
+    async def change(self, request: Request) -> Response:
+        """Change them, one after the other; if one fails, those before it are undone."""
+        served, body, admin = await self._read(request, ConfigChange)
+        async with self._changing:
+            changes = await apply_changes(served, admin, body)
+        failed = next((change for change in changes if change.error is not None), None)
+        content = {
+            "object": "cache.config.change",
+            "outcome": "done" if failed is None else "rolled_back",
+            "changes": changes,
+            "config": await describe(served),
+        }
+        if failed is not None:
+            content["error"] = {"message": failed.error, "type": "invalid_request_error", "param": failed.change,
+                                "code": "rolled_back"}  # fmt: skip
+        return Response(msgspec.json.encode(content), 200 if failed is None else 409, media_type="application/json")
+
+    async def _read(self, request: Request, kind: type[Any]) -> tuple[ServedModel, Any, CacheAdmin]:
+        _refuse_other_sites(request)
+        body = await read_body(request, kind, max_bytes=self._config.max_body_bytes)
+        served = self._models.get(body.model)
+        return served, body, _admin(served)
+
+
+def _admin(served: ServedModel) -> CacheAdmin:
+    return CacheAdmin(served.engine, served.engine.sealer)
+
+
+def _salt(asked: str | None) -> str:
+    return current_caller().cache_salt(asked or "")
+
+
+def _namespace(served: ServedModel, cache_salt: str | None) -> bytes:
+    return served.engine.namespace(_salt(cache_salt))
+
+
+def _tenants_own(served: ServedModel, tenant: str) -> bytes:
+    """The namespace of a tenant that sends no salts of its own."""
+    return served.engine.namespace(tenant_salt(tenant, ""))
+
+
+def _refuse_other_sites(request: Request) -> None:
+    """A page of another site may make a browser send these, though it cannot read the answer.
+
+    Raises:
+        Forbidden: a browser says that such a page sent it.
+    """
+    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        raise Forbidden("the cache is not changed from pages of other sites")
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -1,0 +1,236 @@
+"""What operators do to a cache while it is used: look, warm, move, clear, carry away, change."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import httpx
+import pytest
+
+from spolia.server import ServerConfig
+from spolia.tiers import FolderBackend, HostBackend, Tier, TierUse
+
+from .harness import chatty_engine, eventually, serving
+from .test_access import ADMIN, ALICE, BOB, KEYS
+
+
+def prompt(seed: int, count: int = 100) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(250) for _ in range(count)]
+
+
+class Server:
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def post(self, path: str, status: int = 200, headers: dict[str, str] | None = None, **body: Any) -> dict[str, Any]:
+        reply = httpx.post(f"{self.url}/v1/cache/{path}", json=body, timeout=60, headers=headers)
+        assert reply.status_code == status, reply.text
+        return reply.json()
+
+    def cached(self, ids: list[int], **fields: Any) -> int:
+        """What a request with these tokens reuses now; it is computed by that."""
+        body = {"prompt": ids, "max_tokens": 2, "temperature": 0, **fields}
+        usage = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    def lookup(self, ids: list[int], **fields: Any) -> tuple[int, dict[str, int]]:
+        found = self.post("lookup", prompt=ids, **fields)
+        return found["num_cached_tokens"], found["tiers"]
+
+
+@pytest.fixture
+def server(tmp_path):
+    tiers = [
+        TierUse(Tier("host", HostBackend(1 << 20)), "write_back", is_exclusive=True),
+        TierUse(Tier("disk", FolderBackend(tmp_path / "kv"))),
+    ]
+    engine = chatty_engine(num_blocks=64, tiers=tiers)
+    with serving({"toy": engine}) as url:
+        yield Server(url)
+    asyncio.run(engine.aclose())
+
+
+def test_a_prompt_that_was_warmed_is_found_and_lookup_says_where(server):
+    assert server.lookup(prompt(0)) == (0, {"host": 0, "disk": 0})
+    warmed = server.post("warm", prompt=prompt(0))
+    assert (warmed["num_tokens"], warmed["num_cached_tokens"], warmed["num_computed_tokens"]) == (100, 0, 100)
+    eventually(lambda: server.lookup(prompt(0)) == (99, {"host": 0, "disk": 96}))
+    assert server.cached(prompt(0)) == 99
+    assert server.post("warm", prompt=prompt(0))["num_computed_tokens"] == 1
+
+
+def test_what_is_warmed_and_pinned_stays_whatever_comes(server):
+    pin = server.post("warm", prompt=prompt(0, 96), pin=True)["pin"]
+    for seed in range(1, 12):
+        server.cached(prompt(seed))
+    assert server.lookup(prompt(0, 96))[0] == 95
+    assert httpx.delete(f"{server.url}/v1/cache/pins/{pin}").status_code == 200
+
+
+def test_kv_moves_down_to_a_tier_and_up_again(server):
+    server.cached(prompt(0))
+    assert server.post("move", prompt=prompt(0), to="host")["num_tokens"] == 96
+    cached, tiers = server.lookup(prompt(0))
+    assert (cached, tiers["host"]) == (0, 96)
+    assert server.post("move", prompt=prompt(0), to="device")["num_tokens"] == 96
+    assert server.lookup(prompt(0)) == (96, {"host": 0, "disk": 96})
+    assert server.post("move", prompt=prompt(0), to="host", keep=True)["num_tokens"] == 96
+    assert server.lookup(prompt(0)) == (96, {"host": 96, "disk": 96})
+    assert "no tier 'cellar'" in server.post("move", 400, prompt=prompt(0), to="cellar")["error"]["message"]
+
+
+def test_clearing_a_prefix_takes_what_goes_on_from_it_and_nothing_else(server):
+    base, other = prompt(0, 64), prompt(9)
+    for ids in ([*base, *prompt(1, 40)], [*base, *prompt(2, 40)], other):
+        server.cached(ids)
+    eventually(lambda: server.lookup([*base, *prompt(2, 40)])[1]["disk"] == 96)
+    cleared = server.post("clear", prompt=base)
+    assert cleared["num_tokens"] == 64 + 2 * 41
+    assert cleared["unlisted_tiers"] == []
+    for ids in ([*base, *prompt(1, 40)], [*base, *prompt(2, 40)]):
+        eventually(lambda ids=ids: server.lookup(ids)[0] == 0 and server.lookup(ids)[1]["disk"] <= 48)
+    assert server.lookup(other)[0] == 99
+
+
+def test_clearing_a_session_leaves_what_it_shares_with_others(server):
+    session = httpx.post(f"{server.url}/v1/sessions", json={"ttl": 100}).json()["id"]
+    base = prompt(0, 64)
+    server.cached([*base, *prompt(1, 40)], session=session)
+    server.cached([*base, *prompt(2, 40)])
+    assert server.post("clear", session=session)["num_tokens"] == 41
+    assert server.lookup([*base, *prompt(1, 40)])[0] == 64
+    assert server.lookup([*base, *prompt(2, 40)])[0] == 103
+
+
+def test_namespaces_are_cleared_one_by_one_and_all_at_once(server):
+    for salt in ("", "mine"):
+        server.cached(prompt(0), cache_salt=salt)
+    eventually(lambda: server.lookup(prompt(0), cache_salt="mine")[1]["disk"] == 96)
+    server.post("clear", namespace=True, cache_salt="mine")
+    eventually(lambda: server.lookup(prompt(0), cache_salt="mine") == (0, {"host": 0, "disk": 0}))
+    assert server.lookup(prompt(0))[0] == 99
+    server.post("clear", all=True)
+    eventually(lambda: server.lookup(prompt(0)) == (0, {"host": 0, "disk": 0}))
+    assert "send one of" in server.post("clear", 400)["error"]["message"]
+    assert "send one of" in server.post("clear", 400, all=True, prompt=prompt(0))["error"]["message"]
+
+
+def test_a_conversation_is_carried_to_another_server_which_refuses_what_is_not_its_own(server):
+    server.cached(prompt(0))
+    body = {"prompt": prompt(0)}
+    file = httpx.post(f"{server.url}/v1/cache/export", json=body, timeout=60)
+    assert file.status_code == 200
+    engine = chatty_engine(num_blocks=64)
+    with serving({"toy": engine}) as url:
+        other = Server(url)
+        torn = httpx.post(f"{url}/v1/cache/import", content=file.content[:-1])
+        assert torn.status_code == 400
+        strange = httpx.post(f"{url}/v1/cache/import", params={"cache_salt": "x"}, content=file.content)
+        assert "another model, KV type, cache salt" in strange.json()["error"]["message"]
+        assert other.lookup(prompt(0))[0] == 0
+        done = httpx.post(f"{url}/v1/cache/import", content=file.content)
+        assert done.json()["num_tokens"] == 96
+        assert other.cached(prompt(0)) == 96
+    asyncio.run(engine.aclose())
+    empty = httpx.post(f"{server.url}/v1/cache/export", json={"prompt": prompt(77)}, timeout=60)
+    assert "not one block" in empty.json()["error"]["message"]
+
+
+def test_size_and_policy_change_while_it_is_used_and_answers_stay(server):
+    before = httpx.get(f"{server.url}/v1/cache/config").json()
+    assert (before["kv_policy"], [tier["name"] for tier in before["tiers"]]) == ("lru", ["host", "disk"])
+    block_bytes = before["kv_memory"] // 64
+    server.cached(prompt(0))
+    done = server.post("config", kv_memory=16 * block_bytes, kv_policy="slru")
+    assert [(change["change"], change["outcome"]) for change in done["changes"]] == [
+        ("kv_policy", "done"),
+        ("kv_memory", "done"),
+    ]
+    assert (done["config"]["kv_memory"], done["config"]["kv_policy"]) == (16 * block_bytes, "slru")
+    assert server.cached(prompt(0)) == 99
+    too_long = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt(1, 500), "max_tokens": 2})
+    assert "even when empty, the pools have blocks for" in too_long.json()["error"]["message"]
+    assert server.post("config", kv_memory=64 * block_bytes)["outcome"] == "done"
+    assert server.cached(prompt(1, 500)) == 0
+
+
+def test_if_one_change_fails_all_are_undone_and_each_is_reported(server, tmp_path):
+    before = httpx.get(f"{server.url}/v1/cache/config").json()
+    block_bytes = before["kv_memory"] // 64
+    (tmp_path / "file").write_text("no folder")
+    report = server.post(
+        "config", 409, kv_policy="lfu", kv_memory=16 * block_bytes, detach=["host"],
+        attach=[{"name": "more", "disk": str(tmp_path / "file")}],
+    )  # fmt: skip
+    assert report["outcome"] == "rolled_back"
+    assert [(change["change"], change["outcome"]) for change in report["changes"]] == [
+        ("kv_policy", "undone"),
+        ("kv_memory", "undone"),
+        ("detach", "undone"),
+        ("attach", "failed"),
+    ]
+    assert "cannot be used" in report["error"]["message"]
+    after = httpx.get(f"{server.url}/v1/cache/config").json()
+    for config in (before, after):
+        for tier in config["tiers"]:
+            del tier["num_bytes"]
+    assert after == before
+
+
+def test_a_tier_is_attached_and_detached(server, tmp_path):
+    done = server.post("config", attach=[{"name": "more", "disk": str(tmp_path / "more"), "size": 1 << 20}])
+    assert [tier["name"] for tier in done["config"]["tiers"]] == ["host", "disk", "more"]
+    server.cached(prompt(0))
+    eventually(lambda: server.lookup(prompt(0))[1]["more"] == 96)
+    done = server.post("config", detach=["more"])
+    assert [tier["name"] for tier in done["config"]["tiers"]] == ["host", "disk"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "nothing to change"),
+        ({"kv_policy": "os:System"}, "must be one of"),
+        ({"kv_memory": 1}, "raise it"),
+        ({"kv_memory": 1 << 50}, "reserved at its start"),
+        ({"detach": ["cellar"]}, "there is no tier"),
+        ({"attach": [{"remote": "package.module:Class"}]}, "give a URL"),
+        ({"attach": [{"disk": "here"}]}, "absolute path"),
+        ({"attach": [{"host": 0}]}, "above 0"),
+        ({"attach": [{}]}, "one of disk, host and remote"),
+    ],
+)
+def test_changes_that_are_impossible_are_told(server, change, words):
+    reply = httpx.post(f"{server.url}/v1/cache/config", json=change, timeout=60)
+    assert reply.status_code in (400, 409)
+    assert words in reply.json()["error"]["message"]
+
+
+def test_pages_of_other_sites_change_nothing(server):
+    headers = {"sec-fetch-site": "cross-site", "content-type": "text/plain"}
+    server.cached(prompt(0))
+    server.post("clear", 403, headers=headers, all=True)
+    server.post("config", 403, headers=headers, kv_policy="lfu")
+    assert server.lookup(prompt(0))[0] == 99
+
+
+def test_an_admin_clears_a_tenant_and_others_may_nothing(tmp_path):
+    (tmp_path / "keys.toml").write_text(KEYS)
+    engine = chatty_engine(num_blocks=64)
+
+    def ask(key: str, **fields: Any) -> int:
+        body = {"prompt": prompt(0), "max_tokens": 2, "temperature": 0, **fields}
+        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60, headers={"x-api-key": key})
+        return reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    with serving({"toy": engine}, ServerConfig(keys=tmp_path / "keys.toml")) as url:
+        server = Server(url)
+        for key in (ALICE, BOB):
+            assert [ask(key), ask(key), ask(key, cache_salt="x")] == [0, 99, 0]
+        server.post("clear", 403, headers={"x-api-key": ALICE}, tenant="alice")
+        assert server.post("clear", headers={"x-api-key": ADMIN}, tenant="alice")["num_tokens"] == 2 * 101
+        assert [ask(ALICE), ask(ALICE, cache_salt="x"), ask(BOB), ask(BOB, cache_salt="x")] == [0, 0, 99, 99]
+    asyncio.run(engine.aclose())
