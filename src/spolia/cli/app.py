@@ -50,6 +50,7 @@ from spolia.cli.flags import (
     parse_size,
 )
 from spolia.cli.folder_app import add_folder_commands
+from spolia.cli.operator_app import add_operator_commands
 from spolia.errors import InvalidRequest, SpoliaError
 
 __all__ = ["app", "main"]
@@ -70,6 +71,7 @@ app.add_typer(models_app, name="models")
 app.add_typer(cache_app, name="cache")
 app.add_typer(config_app, name="config")
 add_folder_commands(cache_app)
+add_operator_commands(cache_app)
 
 _ONLY = (
     "Which of decode_b1, prefill_1024, warm_2048, batch_128_64, shared_prefix and multiturn to run, with commas; "
@@ -170,6 +172,10 @@ def serve(
     max_waiting: Annotated[
         int | None, typer.Option(help="Requests that may queue; the next is answered 429. Default: 1024.")
     ] = None,
+    warm: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Compute these prompts first: a JSON body of /v1/cache/warm a line."),
+    ] = None,
     keys: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TOML file of API keys. Default: nobody is asked for one.")
     ] = None,
@@ -269,6 +275,7 @@ def serve(
         "memory_bytes": memory,
         "slot_save_path": slot_save_path,
         "mcp": mcp,
+        "warm": warm,
     }
     run(
         models or [],

@@ -10,6 +10,12 @@ import typer
 __all__ = ["add_folder_commands"]
 
 DirArgument = Annotated[Path, typer.Argument(metavar="DIR", help="What --kv-disk names.")]
+PlaceArgument = Annotated[str, typer.Argument(metavar="DIR|URL", help="What --kv-disk names, or a running server.")]
+ModelOption = Annotated[str | None, typer.Option("--model", help="Of a server's models, where it has several.")]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option("--key", envvar="SPOLIA_API_KEY", help="An API key with admin = true, if the server wants one."),
+]
 KeyOption = Annotated[
     str | None,
     typer.Option("--kv-encrypt", metavar="KEY", help="file:PATH or env:NAME, where its key is, if it is encrypted."),
@@ -43,34 +49,58 @@ def add_folder_commands(app: typer.Typer) -> None:
 
     @app.command()
     def export(
-        folder: DirArgument,
-        conversation: Annotated[str, typer.Argument(metavar="ID", help="As `spolia cache ls` shows it.")],
+        place: PlaceArgument,
+        conversation: Annotated[
+            str, typer.Argument(metavar="ID", help="As `spolia cache ls` shows it; of a server, a session's.")
+        ],
         file: Annotated[Path, typer.Argument(metavar="FILE", help="To make.")],
+        model: ModelOption = None,
+        api_key: ApiKeyOption = None,
     ) -> None:
         """Write one conversation's KV to FILE, for another machine to import."""
-        from spolia.cli.folder import export
+        from spolia.cli import folder, operator
 
-        export(folder, conversation, file)
+        if operator.is_server(place):
+            operator.export(place, api_key, conversation, model, file)
+        else:
+            folder.export(Path(place), conversation, file)
 
     @app.command("import")
     def import_(
-        folder: DirArgument,
+        place: PlaceArgument,
         file: Annotated[Path, typer.Argument(metavar="FILE", help="Of `spolia cache export`.")],
         key: KeyOption = None,
         force: Annotated[bool, typer.Option("--force", help="Also if DIR holds nothing of its namespace.")] = False,
+        model: ModelOption = None,
+        api_key: ApiKeyOption = None,
     ) -> None:
-        """Put the KV of FILE into DIR. A file that is damaged or of another model is refused."""
-        from spolia.cli.folder import import_file
+        """Put the KV of FILE into DIR, or into a server's cache. One that is damaged or of another model is refused."""
+        from spolia.cli import folder, operator
 
-        import_file(folder, file, key, is_forced=force)
+        if operator.is_server(place):
+            operator.import_file(place, api_key, model, file)
+        else:
+            folder.import_file(Path(place), file, key, is_forced=force)
 
     @app.command()
     def clear(
-        folder: DirArgument,
+        place: PlaceArgument,
         namespace: Annotated[str, typer.Option(help="Only this one, as `spolia cache du` shows it.")] = "",
-        sessions: Annotated[bool, typer.Option("--sessions", help="And all sessions that are kept there.")] = False,
+        sessions: Annotated[bool, typer.Option("--sessions", help="And all sessions that are kept in DIR.")] = False,
+        prefix: Annotated[str | None, typer.Option(help="Of a server: only what begins with this text.")] = None,
+        session: Annotated[str | None, typer.Option(help="Of a server: only this session's.")] = None,
+        tenant: Annotated[str | None, typer.Option(help="Of a server: only this tenant's.")] = None,
+        salt: Annotated[str | None, typer.Option(help="Of a server: only that of this cache_salt.")] = None,
+        model: ModelOption = None,
+        api_key: ApiKeyOption = None,
     ) -> None:
-        """Delete the KV that DIR holds."""
-        from spolia.cli.folder import clear
+        """Delete the KV that DIR holds, or a running server, device and tiers."""
+        from spolia.cli import folder, operator
 
-        clear(folder, namespace, with_sessions=sessions)
+        if not operator.is_server(place):
+            folder.clear(Path(place), namespace, with_sessions=sessions)
+            return
+        body: dict[str, object] = {"prompt": prefix, "session": session, "tenant": tenant, "cache_salt": salt}
+        if prefix is session is tenant is None:
+            body["all" if salt is None else "namespace"] = True
+        operator.clear(place, api_key, {**body, "model": model})

@@ -75,7 +75,11 @@ def run(
             if find_spec("mcp") is None:
                 raise InvalidRequest("--mcp needs the SDK of MCP: pip install 'spolia[mcp]'", param="mcp")
         if settings.keys is not None:
-            read_keys(settings.keys)  # what is wrong with it is told before anything takes time
+            read_keys(settings.keys)
+        if settings.warm is not None:
+            from spolia.server.warming import read_prompts
+
+            read_prompts(settings.warm)  # what is wrong with it is told before anything takes time
     except SpoliaError:
         raise
     except ValueError as error:

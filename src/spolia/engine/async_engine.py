@@ -40,6 +40,9 @@ __all__ = ["AsyncEngine", "TokenStream"]
 
 T = TypeVar("T")
 
+_NUM_EXPECTED = 8
+"""Sessions of an earlier process that are expected to go on."""
+
 _NO_ROOM_S = 0.02
 """Until it is tried again whether running requests have left room in the cache for an input."""
 
@@ -78,6 +81,8 @@ class AsyncEngine:
         )
         self._admission = self._engine.admission
         self.sealer = make_sealer(self._engine.config)
+        if kept := self.sessions.latest(_NUM_EXPECTED):
+            self.expect(kept)
 
     @property
     def model(self) -> Model:
@@ -207,6 +212,21 @@ class AsyncEngine:
         """
         namespace = self._admission.namespace(cache_salt)
         self._thread.call(lambda core: core.cache.spend(namespace, token_ids))
+
+    def expect(self, sessions: Sequence[Session]) -> None:
+        """Likely, these sessions go on next: what lies in tiers of their KV is brought up, the first first.
+
+        Only into memory that is free, and only while no request waits for a tier. Does not wait.
+        """
+        wanted = [(self.namespace(session.cache_salt), tuple(session.token_ids)) for session in sessions]
+
+        def bring(core: EngineCore) -> None:
+            if core.tiering.uses:
+                for namespace, token_ids in wanted:
+                    core.tiering.transfers.bring(namespace, token_ids)
+
+        with suppress(SpoliaError):  # an engine that has ended brings nothing
+            self._thread.call(bring)
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is: waiting, in its prompt, or generating.

@@ -302,6 +302,12 @@ class SessionStore:
         with self._lock:
             return [session for session in self._open.values() if session.cache_salt == cache_salt]
 
+    def latest(self, count: int) -> list[Session]:
+        """Of everybody's idle ones, those that were used last, the last first."""
+        with self._lock:
+            idle = [session for session in self._open.values() if not session.is_busy]
+        return sorted(idle, key=lambda session: -session.used_s)[:count]
+
     def expire(self) -> None:
         """Close those that nobody has used for longer than they may be left."""
         now_s = self._clock()

@@ -78,6 +78,11 @@ class Transfers:
         restore = None if self._current is None else self._current.restore
         return bool(self._waiting) if restore is None else restore.has_arrived or restore.is_done
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way up, or waits to be."""
+        return self._current is None and not self._waiting
+
     def poll(self, *, is_busy: bool) -> None:
         """Take in what arrived, and begin the next transfer when requests have had what they wait for."""
         while True:

@@ -31,6 +31,7 @@ class ServerConfig:
         kv_events_replay: ZMQ endpoint at which they can be asked for again; None: nowhere.
         tls_cert: certificate chain in PEM, with which the server speaks HTTPS; None: HTTP.
         tls_key: its private key.
+        warm: file of prompts that are computed when a model was loaded, see `server.warming`; None: none are.
     """
 
     host: str = "127.0.0.1"
@@ -50,6 +51,7 @@ class ServerConfig:
     kv_events_replay: str | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    warm: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.host:  # the system would take it for every address

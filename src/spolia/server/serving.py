@@ -23,6 +23,7 @@ from spolia.server.logs import log_fields
 from spolia.server.mcp import McpServers
 from spolia.server.served import ModelSource, ServedModel, ServedModels
 from spolia.server.tracing import Tracing
+from spolia.server.warming import read_prompts, warm_up
 
 __all__ = ["serve"]
 
@@ -97,6 +98,8 @@ class _Server(uvicorn.Server):
         self._tracing: Tracing | None = app.state.tracing
         self._mcp: McpServers | None = app.state.mcp
         self._preloading: asyncio.Task[None] | None = None
+        self._warm = [] if config.warm is None else read_prompts(config.warm)
+        self._warming: set[asyncio.Future[None]] = set()
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -143,6 +146,13 @@ class _Server(uvicorn.Server):
         kv_mb = round((config.kv_memory or 0) / 1e6)
         fields = {"max_context": config.max_context, "kv_mb": kv_mb, "threads": config.num_threads}
         log_fields(logger, "ready", {"model": served.name, **fields})
+        if self._warm and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._warm_up, served)
+
+    def _warm_up(self, served: ServedModel) -> None:
+        task = asyncio.ensure_future(warm_up(served, self._warm))
+        self._warming.add(task)
+        task.add_done_callback(self._warming.discard)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """In place of uvicorn's, which would end the process by the signal after draining."""

@@ -203,7 +203,9 @@ class SessionEndpoints:
 
     async def show(self, request: Request, session_id: str) -> Response:
         served = await self._models.ready(request.query_params.get("model"))
-        return await _reply(served, find_session(served, session_id, request.query_params.get("cache_salt")))
+        session = find_session(served, session_id, request.query_params.get("cache_salt"))
+        served.engine.expect([session])  # who looks at it is about to go on
+        return await _reply(served, session)
 
     async def close(self, request: Request, session_id: str) -> Response:
         served = await self._models.ready(request.query_params.get("model"))
@@ -245,6 +247,7 @@ class SessionEndpoints:
         served = await self._models.ready(body.model)
         session = find_session(served, session_id, body.cache_salt)
         session.rewind(turns=body.turns, num_tokens=body.num_tokens)
+        served.engine.expect([session])
         return await _reply(served, session)
 
 

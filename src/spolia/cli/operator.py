@@ -1,0 +1,136 @@
+"""`spolia cache lookup | warm | move | pin | unpin | config`; of a server also `clear`, `export` and `import`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from spolia.cli.flags import parse_size
+from spolia.errors import InvalidRequest, SpoliaError
+
+__all__ = ["clear", "config", "export", "import_file", "is_server", "post", "selection", "unpin"]
+
+_TIMEOUT_S = 600
+
+
+def is_server(place: str | Path) -> bool:
+    """Whether a place is a server's URL, and not a folder."""
+    return str(place).startswith(("http:/", "https:/"))
+
+
+def selection(
+    prompt: str | None, session: str | None, messages: Path | None, model: str | None, salt: str | None
+) -> dict[str, Any]:
+    """What was chosen, as the server wants it.
+
+    Raises:
+        InvalidRequest: a file that holds no messages.
+    """
+    read = None
+    if messages is not None:
+        try:
+            read = json.loads(messages.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(f"{messages} holds no JSON list of messages: {error}", param="messages") from None
+    chosen = {"prompt": prompt, "session": session, "messages": read, "model": model, "cache_salt": salt}
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+def post(path: str, url: str, key: str | None, body: Mapping[str, Any]) -> None:
+    """Ask a server for something and print what it says."""
+    _show(_ask("POST", url, path, key, json={name: value for name, value in body.items() if value is not None}).json())
+
+
+def unpin(number: int, url: str, key: str | None, model: str | None, salt: str | None) -> None:
+    _show(_ask("DELETE", url, f"pins/{number}", key, params=_given(model=model, cache_salt=salt)).json())
+
+
+def config(
+    url: str,
+    key: str | None,
+    model: str | None,
+    *,
+    policy: str | None,
+    kv_memory: int | None,
+    attach: list[str],
+    detach: list[str],
+) -> None:
+    """Show the settings, or change them and show what became of each change."""
+    if policy is None and kv_memory is None and not attach and not detach:
+        _show(_ask("GET", url, "config", key, params=_given(model=model)).json())
+        return
+    body = _given(model=model, kv_policy=policy, kv_memory=kv_memory)
+    reply = _ask("POST", url, "config", key, json={**body, "attach": list(map(_tier, attach)), "detach": detach})
+    for change in reply.json()["changes"]:
+        print(f"{change['change']}: {change['before']} -> {change['after']}: {change['outcome']}")
+
+
+def clear(url: str, key: str | None, body: Mapping[str, Any]) -> None:
+    post("clear", url, key, body)
+
+
+def export(url: str, key: str | None, session: str, model: str | None, file: Path) -> None:
+    """Write the KV of a server's session to a file."""
+    content = _ask("POST", url, "export", key, json=_given(session=session, model=model)).content
+    try:
+        with file.open("xb") as out:
+            out.write(content)
+    except OSError as error:
+        raise InvalidRequest(f"{file} cannot be written: {error.strerror}", param="file") from error
+    print(f"{file}: {len(content)} bytes")
+
+
+def import_file(url: str, key: str | None, model: str | None, file: Path) -> None:
+    """Put a file's KV into a server's cache."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{file} cannot be read: {error.strerror}", param="file") from error
+    _show(_ask("POST", url, "import", key, content=content, params=_given(model=model)).json())
+
+
+def _tier(text: str) -> dict[str, Any]:
+    """A tier to attach: "host:2GiB", a URL, or a folder."""
+    if text.startswith("host:"):
+        return {"host": parse_size(text.removeprefix("host:"))}
+    if "://" in text:
+        return {"remote": text}
+    return {"disk": str(Path(text).absolute())}
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _ask(method: str, url: str, path: str, key: str | None, **options: Any) -> httpx.Response:
+    """
+    Raises:
+        InvalidRequest: the server does not do it; says why.
+        SpoliaError: the server does not answer.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    try:
+        reply = httpx.request(method, f"{base}/v1/cache/{path}", timeout=_TIMEOUT_S, headers=headers, **options)
+    except httpx.HTTPError as error:
+        raise SpoliaError(f"no server answers at {url}: {error or type(error).__name__}") from None
+    if reply.status_code != 200:
+        try:
+            message = str(reply.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            message = f"the server answered {reply.status_code}"
+        raise InvalidRequest(message)
+    return reply
+
+
+def _show(reply: Mapping[str, Any]) -> None:
+    for name, value in reply.items():
+        if name == "tiers" and isinstance(value, list):
+            for tier in value:
+                print(f"tier {tier['name']}: {tier['state']} {tier['reason']}".rstrip())
+        elif name != "object":
+            print(f"{name}: {value}")
