@@ -86,7 +86,7 @@ def import_file(path: Path, file: Path, key: str | None, *, is_forced: bool) -> 
     print(f"{count} blocks imported")
 
 
-def clear(path: Path, namespace: str, *, with_sessions: bool) -> None:
+def clear(path: Path, namespace: str, *, with_sessions: bool = False) -> None:
     """Delete all blocks, or those of a namespace, and all sessions if these are to go, too."""
     folder = _open(path)
     keys = [entry.key for entry in folder.entries()]

@@ -122,7 +122,8 @@ def build_engine(
     if drafting is not None:
         draft_pools = _allocate(num_blocks[num_own:], num_blocks[num_own:], block_bytes[num_own:])
         executables[1].bind_kv(draft_pools)
-        draft_groups = [GroupSpec(len(pool), window) for pool, window in zip(draft_pools, windows[num_own:], strict=True)]
+        draft_windows = windows[num_own:]
+        draft_groups = [GroupSpec(len(pool), each) for pool, each in zip(draft_pools, draft_windows, strict=True)]
         draft_model = DraftModel(
             executables[1],
             KVCache(draft_groups, clock=clock),

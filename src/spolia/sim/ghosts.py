@@ -3,18 +3,35 @@
 A ghost is a `KVCache` of another size, with the same policy, that sees the same requests and computes nothing. Its hit
 rate is what an engine with that much memory would have had. A request costs each ghost what it costs the real cache,
 some tenths of a millisecond, on a thread of their own; what comes faster than they are is left out, and counted.
+
+Large caches have ghosts that see a part of the blocks, drawn by the digest of the prefix that each ends, and are
+smaller by as much. So a prefix of a prompt becomes a prefix of what is drawn from it, and the tree keeps its shape:
+
+    blocks     a b c d e f g h            drawn: b, e, h        a ghost's "tokens", one a block, in 1/3 of the memory
+    prefix     a b c d e                  drawn: b, e
+
+Source: sampling references by their hash: SHARDS (Waldspurger et al. 2015, FAST).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spolia.kvcache import GroupSpec, KVCache, Outcome, make_policy
 
-__all__ = ["FACTORS", "CurvePoint", "GhostCaches"]
+__all__ = ["FACTORS", "CurvePoint", "GhostCaches", "prefix_digests"]
+
+Ids: TypeAlias = NDArray[np.int32]
+
+_MIN_BLOCKS = 2_048
+"""Blocks of the real cache that are drawn at least: fewer tell too little."""
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
@@ -29,11 +46,18 @@ class CurvePoint:
 
 
 class _Ghost:
-    def __init__(self, factor: float, num_blocks: int, policy: str, block_size: int) -> None:
+    """One cache that has no memory.
+
+    Args:
+        num_blocks: that it holds, drawn ones only.
+        size_tokens: of the cache that it stands for.
+    """
+
+    def __init__(self, factor: float, num_blocks: int, size_tokens: int, policy: str, block_size: int) -> None:
         self.factor = factor
-        self.size_tokens = num_blocks * block_size
+        self.size_tokens = size_tokens
         self.now_s = 0.0
-        self.num_hit_tokens = 0
+        self.num_hits = 0
         self._cache = KVCache(
             [GroupSpec(num_blocks)],
             clock=lambda: self.now_s,
@@ -42,12 +66,12 @@ class _Ghost:
             event_capacity=1,
         )
 
-    def take(self, namespace: bytes, ids: Sequence[int], num_prompt_tokens: int, outcome: Outcome) -> None:
-        all_ids = np.asarray(ids, np.int32)
-        with self._cache.open(namespace, all_ids[:num_prompt_tokens]) as lease:
-            self.num_hit_tokens += lease.num_computed_tokens
-            if self._cache.grow(lease, len(all_ids)) is not None:
-                self._cache.commit(lease, all_ids[lease.num_computed_tokens :])
+    def take(self, namespace: bytes, ids: Ids, asked: Ids, outcome: Outcome) -> None:
+        """A request that asked for the KV of all `asked` tokens but the last, and left that of `ids`."""
+        with self._cache.open(namespace, asked) as lease:
+            self.num_hits += lease.num_computed_tokens
+            if len(ids) and self._cache.grow(lease, len(ids)) is not None:
+                self._cache.commit(lease, ids[lease.num_computed_tokens :])
             lease.close(outcome)
 
 
@@ -56,26 +80,77 @@ class GhostCaches:
 
     Args:
         num_blocks: of the real cache.
+        share: of the blocks that the ghosts see; None: all of a small cache's, fewer of a large one's.
     """
 
-    def __init__(self, num_blocks: int, policy: str, *, block_size: int = 16) -> None:
+    def __init__(self, num_blocks: int, policy: str, *, block_size: int = 16, share: float | None = None) -> None:
         self.num_prompt_tokens = 0
         self.num_requests = 0
-        sizes = ((factor, int(factor * num_blocks)) for factor in FACTORS)
-        self._ghosts = [_Ghost(factor, size, policy, block_size) for factor, size in sizes if size >= 1]
+        self.share = share or _share(num_blocks)
+        self._block_size = block_size
+        self._num_drawn_blocks = 0  # of prompts
+        # Where all are seen, blocks are the cache's; where some are, each is one token.
+        unit = block_size if self.share == 1.0 else 1
+        self._ghosts = [
+            _Ghost(factor, size, int(factor * num_blocks) * block_size, policy, unit)
+            for factor in FACTORS
+            if (size := int(factor * num_blocks * self.share)) >= 1
+        ]
 
     def take(
         self, now_s: float, namespace: bytes, prompt_ids: Sequence[int], output_ids: Sequence[int], outcome: Outcome
     ) -> None:
         """A request that has ended."""
-        ids = [*prompt_ids, *output_ids[:-1]]  # the last token of an answer has no KV
+        ids = np.asarray([*prompt_ids, *output_ids[:-1]], np.int32)  # the last token of an answer has no KV
         self.num_requests += 1
         self.num_prompt_tokens += len(prompt_ids)
+        asked = ids[: len(prompt_ids)]
+        if self.share < 1.0:
+            ids, num_asked = self._draw(ids, len(prompt_ids) // self._block_size)
+            self._num_drawn_blocks += num_asked
+            if not len(ids):
+                return
+            asked = np.append(ids[:num_asked], np.int32(-1))
         for ghost in self._ghosts:
             ghost.now_s = now_s
-            ghost.take(namespace, ids, len(prompt_ids), outcome)
+            ghost.take(namespace, ids, asked, outcome)
 
     def curve(self) -> list[CurvePoint]:
         """Hit rates since the start, by size, the smallest first."""
-        asked = max(1, self.num_prompt_tokens)
-        return [CurvePoint(g.factor, g.size_tokens, g.num_hit_tokens / asked) for g in self._ghosts]
+        asked = max(1, self.num_prompt_tokens if self.share == 1.0 else self._num_drawn_blocks)
+        return [CurvePoint(g.factor, g.size_tokens, g.num_hits / asked) for g in self._ghosts]
+
+    def _draw(self, ids: Ids, num_asked_blocks: int) -> tuple[Ids, int]:
+        """A token for each whole block that is drawn, and how many of them are among the first so many blocks."""
+        digests = prefix_digests(ids, self._block_size)
+        is_drawn = (digests >> np.uint64(40)) < np.uint64(int(self.share * (1 << 24)))
+        tokens = (digests[is_drawn] & np.uint64(0x7FFFFFFF)).astype(np.int32)
+        return tokens, int(np.count_nonzero(is_drawn[:num_asked_blocks]))
+
+
+def prefix_digests(ids: Ids, block_size: int) -> NDArray[np.uint64]:
+    """64 bits for the prefix that each whole block ends; against accidents only, not against anybody.
+
+    A sum over the blocks before it, each weighted by its place, so that numpy does it in one go.
+    """
+    blocks = ids[: len(ids) // block_size * block_size].reshape(-1, block_size).astype(np.uint64)
+    with np.errstate(over="ignore"):
+        inside = np.cumprod(np.full(block_size, _MIX))  # odd, so that nothing is lost
+        each = _mixed(((blocks + np.uint64(1)) * inside).sum(axis=1, dtype=np.uint64))
+        places = np.cumprod(np.full(len(blocks), _MIX ^ np.uint64(0xD6E8FEB86659FD92)) | np.uint64(1))
+        return _mixed(np.cumsum(each * places))
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Each bit of a value reaches all. Source: the finaliser of SplitMix64 (Steele et al. 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _share(num_blocks: int) -> float:
+    """A power of two."""
+    share = 1.0
+    while num_blocks * share >= 2 * _MIN_BLOCKS:
+        share /= 2
+    return share
