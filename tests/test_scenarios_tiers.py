@@ -1,0 +1,270 @@
+"""What users of other engines reported of KV that leaves memory and comes back, one test a case, named after it.
+
+See `test_scenarios_cache.py` for KV in memory. On the toy, whose KV is its tokens: a wrong, late or torn block is
+another answer.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.toy import GREEDY, answer, run, submit, toy_answer, toy_engine
+from spolia.engine import Engine, SamplingParams, SessionStore, SessionTurn
+from spolia.engine.session_files import SessionFiles
+from spolia.errors import InvalidRequest, StorageUnavailable
+from spolia.kvcache import namespace_key
+from spolia.tiers import (
+    Checksum,
+    FolderBackend,
+    HostBackend,
+    KeyChain,
+    Tier,
+    TierState,
+    block_key,
+    open_extent,
+)
+from spolia.tiers.keys import root_digest
+from tiers.faults import FaultyBackend
+
+rng = random.Random(11)
+PROMPT = [rng.randrange(256) for _ in range(200)]
+WHOLE = 192
+
+
+def engine_on(backend, name: str = "disk", **settings) -> Engine:
+    return toy_engine(tiers=[Tier(name, backend, stall_s=60)], clock=time.monotonic, **settings)
+
+
+def stored(backend):
+    """The backend, once it has the prompt's KV."""
+    engine = engine_on(backend)
+    answer(engine, PROMPT, SamplingParams(temperature=0.0, max_tokens=1))
+    engine.core.close()
+    return backend
+
+
+def assert_right(output, prompt=PROMPT) -> None:
+    assert list(output.token_ids) == toy_answer(prompt, len(output.token_ids))
+
+
+def test_a_block_is_not_read_before_its_load_has_finished():
+    """The backend gives bytes slowly, and others run meanwhile: nobody sees a block that is only half there."""
+    backend = stored(FaultyBackend())
+    backend.delay_s = 0.02
+    engine = engine_on(backend)
+    engine.core.tiering.mover._run_blocks = 1
+    others = [[rng.randrange(256) for _ in range(60)] for _ in range(3)]
+    requests = {submit(engine, prompt).request_id: prompt for prompt in (PROMPT, PROMPT, *others)}
+    outputs = run(engine)
+    for request_id, prompt in requests.items():
+        assert_right(outputs[request_id], prompt)
+    engine.core.close()
+
+
+def test_a_load_does_not_overwrite_a_block_that_a_running_request_reads():
+    """The pool is as large as the running request: what is brought up has to wait, or does not come."""
+    backend = stored(FaultyBackend())
+    engine = engine_on(backend, num_blocks=16, max_sequences=2)
+    long = [rng.randrange(256) for _ in range(100)]
+    running = submit(engine, long, replace(GREEDY, max_tokens=100))
+    for _ in range(5):
+        engine.core.step()
+    second = submit(engine, PROMPT)
+    outputs = run(engine)
+    assert_right(outputs[running.request_id], long)
+    assert_right(outputs[second.request_id])
+    engine.core.close()
+
+
+def test_the_length_used_is_what_was_loaded_and_not_what_was_said_to_be_there():
+    """A block goes between the question whether it is there and its being read."""
+    backend = stored(FaultyBackend())
+    chain = KeyChain(namespace_key(model="toy", salt=""))
+    chain.extend(np.array(PROMPT, np.int32))
+    gone = block_key(chain.digests[5], 0)
+    read = backend.get_into
+
+    def get_into(keys, buffers):
+        backend.values.pop(gone, None)
+        return read(keys, buffers)
+
+    backend.get_into = get_into  # type: ignore[method-assign]
+    engine = engine_on(backend)
+    output = answer(engine, PROMPT)
+    assert_right(output)
+    assert output.num_cached_tokens == 5 * 16
+    engine.core.close()
+
+
+@pytest.mark.parametrize("fault", ["error", "damage", "hang"])
+def test_a_transfer_that_fails_costs_no_answer_and_yields_no_garbage(fault):
+    backend = stored(FaultyBackend())
+    engine = toy_engine(
+        tiers=[Tier("disk", backend, stall_s=0.05)], clock=time.monotonic, fetch="timeout", fetch_timeout_s=0.1
+    )
+    if fault == "error":
+        backend.error = ConnectionError("reset by peer")
+    elif fault == "damage":
+        backend.damage = True
+    else:
+        backend.hang()
+    output = answer(engine, PROMPT)
+    assert_right(output)
+    assert output.num_cached_tokens == 0
+    backend.resume()
+    engine.core.close(0.1)
+
+
+def test_what_a_key_leaves_out_nobody_shares():
+    """Model, KV type, layout, adapter and tenant are all in the name of a block, in every tier."""
+    fields = {"model": b"w", "kv_dtype": "bf16", "numerics": "avx512", "adapter": "", "salt": ""}
+    others = [{**fields, name: value} for name, value in (
+        ("model", b"v"), ("kv_dtype", "f32"), ("numerics", "avx2"), ("adapter", "a"), ("salt", "a"))]  # fmt: skip
+    roots = {root_digest(namespace_key(**each)) for each in (fields, *others)}
+    assert len(roots) == 1 + len(others)
+
+
+def test_a_client_that_goes_while_its_restore_is_in_flight_gives_all_blocks_back():
+    backend = stored(FaultyBackend())
+    backend.delay_s = 0.05
+    engine = engine_on(backend)
+    for _ in range(5):
+        request = submit(engine, PROMPT)
+        engine.core.step()
+        engine.core.abort(request.request_id)
+        engine.core.step()
+    deadline_s = time.monotonic() + 20
+    while engine.core.tiering.mover._reads.num_lent_bytes:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    (ledger,) = engine.core.cache.ledger()
+    assert ledger.leased == 0
+    backend.delay_s = 0.0
+    assert_right(answer(engine, PROMPT))
+    engine.core.close()
+
+
+def test_a_limit_in_bytes_is_one_whatever_an_entry_weighs():
+    """Reserved before the copy, all of an extent counted, and in the status."""
+    size = 10_000
+    backend = HostBackend(size)
+    engine = engine_on(backend, "host", num_blocks=40)
+    for seed in range(8):
+        answer(engine, random.Random(seed).choices(range(256), k=200))
+        held = sum(len(extent) for extent in backend._extents.values())
+        assert held <= size
+        assert backend.health().num_bytes == held
+    assert backend.put([b"k" * 33], [memoryview(bytes(size + 1))]) == [False]
+    engine.core.close()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "swapped", "of an older version", "emptied"])
+def test_a_file_in_the_folder_that_is_not_what_it_was_is_a_miss_and_counted(tmp_path, damage):
+    stored(FolderBackend(tmp_path))
+    files = sorted(tmp_path.rglob("*.kv"))
+    contents = [file.read_bytes() for file in files]
+    for file, content, other in zip(files, contents, contents[1:] + contents[:1], strict=True):
+        file.write_bytes({
+            "truncated": content[:-1],
+            "flipped": content[:-50] + bytes([content[-50] ^ 1]) + content[-49:],
+            "swapped": other,
+            "of an older version": content[:8] + b"\0\0" + content[10:],
+            "emptied": b"",
+        }[damage])  # fmt: skip
+    engine = engine_on(FolderBackend(tmp_path))
+    output = answer(engine, PROMPT)
+    assert_right(output)
+    assert output.num_cached_tokens == 0
+    assert engine.core.stats.tiers[0].num_refused > 0
+    engine.core.close()
+
+
+def test_a_store_that_went_away_is_asked_again_and_its_state_is_shown():
+    backend = stored(FaultyBackend())
+    now = [0.0]
+    tier = Tier("disk", backend, clock=lambda: now[0])
+    engine = toy_engine(tiers=[tier], clock=time.monotonic)
+    backend.error = StorageUnavailable("connection lost")
+    assert_right(answer(engine, PROMPT))
+    assert tier.state is TierState.DOWN
+    assert tier.stats.reason == "connection lost"
+    backend.error = None
+    engine.core.cache.clear()
+    now[0] += 120.0
+    output = answer(engine, PROMPT)
+    assert_right(output)
+    assert output.num_restored_tokens == {"disk": WHOLE}
+    assert tier.state is TierState.UP
+    engine.core.close()
+
+
+def test_a_full_disk_costs_no_answer(tmp_path):
+    backend = FaultyBackend()
+    backend.put = lambda keys, values: [False] * len(keys)  # type: ignore[method-assign]
+    engine = engine_on(backend, num_blocks=20)
+    for seed in range(4):
+        prompt = random.Random(seed).choices(range(256), k=200)
+        assert_right(answer(engine, prompt), prompt)
+    engine.core.close()
+
+
+def test_a_reply_that_a_template_would_render_otherwise_is_reused_in_a_session_after_a_restart(tmp_path):
+    """Sessions keep token ids, on disk too: no template is asked what was said."""
+
+    def store() -> SessionStore:
+        return SessionStore(clock=time.monotonic, files=SessionFiles(tmp_path, b"o" * 32, Checksum()))
+
+    backend = FolderBackend(tmp_path)
+    first = engine_on(backend)
+    session = store().open("")
+    turn = SessionTurn(session, PROMPT, [])
+    turn.begin()
+    output = answer(first, turn.prompt_ids)
+    turn.finish(output.token_ids, output.text)
+    session.saved.result(10)
+    first.core.close()
+
+    second = engine_on(FolderBackend(tmp_path))
+    again = store().get(session.id, "")
+    turn = SessionTurn(again, [1, 2, 3], [])
+    output = answer(second, turn.prompt_ids)
+    assert_right(output, turn.prompt_ids)
+    assert output.num_cached_tokens == (turn.num_history_tokens - 1) // 16 * 16
+    second.core.close()
+
+
+def test_a_session_file_of_another_model_is_not_taken_for_ones_own(tmp_path):
+    files = SessionFiles(tmp_path, namespace_key(what="sessions", model=b"a"), Checksum())
+    session = SessionStore(clock=time.monotonic, files=files).open("")
+    session.append([1, 2, 3])
+    session.saved.result(10)
+    other = SessionFiles(tmp_path, namespace_key(what="sessions", model=b"b"), Checksum())
+    assert list(other.load()) == []
+
+
+def test_an_import_whose_positions_do_not_follow_is_refused():
+    engine = engine_on(FaultyBackend())
+    answer(engine, PROMPT)
+    transfers = engine.core.tiering.transfers
+    namespace = namespace_key(model="toy", salt="")
+    parts = [_opened(extent) for extent in transfers.take_out(namespace, PROMPT)]
+    assert len(parts) == WHOLE // 16
+    for wrong in (parts[1:], parts[:3] + parts[4:]):
+        with pytest.raises(InvalidRequest, match="without gaps"):
+            transfers.put_in(wrong)
+    engine.core.cache.clear()
+    assert transfers.put_in(parts) == WHOLE
+    output = answer(engine, PROMPT)
+    assert_right(output)
+    assert output.num_cached_tokens == WHOLE
+    engine.core.close()
+
+
+def _opened(extent: bytearray):
+    Checksum().seal(memoryview(extent))
+    return open_extent(memoryview(extent), Checksum())
