@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spolia.generation import RowSampling, Sampler, SamplingParams, Vocabulary, build_pipeline
 
@@ -34,11 +35,17 @@ FIVE = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
+    **{f"greedy, {name}": {"temperature": 0.0, name: value} for name, value in FIVE.items()},
     "greedy, five processors": {"temperature": 0.0, **FIVE},
     "top-k and top-p": {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
     "top-k and top-p, five processors": {"temperature": 0.7, "top_k": 50, "top_p": 0.9, **FIVE},
     "DRY and XTC": {"min_p": 0.05, "xtc_probability": 0.5, "dry_multiplier": 0.8},
+    "top-p": {"top_p": 0.9},
     "typical": {"typical_p": 0.9},
+    "epsilon": {"epsilon_cutoff": 1e-3},
+    "eta": {"eta_cutoff": 1e-3},
+    "top-h": {"top_h": 0.4},
+    "dynamic temperature": {"dynatemp_range": 0.5},
     "top-n-sigma": {"top_n_sigma": 1.0},
     "mirostat": {"mirostat": 2},
     "watermark": {"watermark": {}},
@@ -52,26 +59,41 @@ def rows_of(options: dict[str, Any], rng: np.random.Generator) -> list[RowSampli
         pipeline = build_pipeline(params, VOCABULARY, max_tokens=1_000)
         if pipeline is not None:
             pipeline.follow(rng.integers(0, VOCAB_SIZE, 1_300).astype(np.int32), 1_000, seed=seed)
-        drawn_with = params if pipeline is None else pipeline.draw_params
-        rows.append(RowSampling(drawn_with, seed, 1_200, np.empty(0, np.int32), pipeline))
+        rows.append(RowSampling(params, seed, 1_200, np.empty(0, np.int32), pipeline))
     return rows
+
+
+def logits_of(kind: str, rng: np.random.Generator) -> NDArray[np.float32]:
+    """`[NUM_ROWS, VOCAB_SIZE]`. Peaked: some hundred tokens stand out, as in what models say. Flat: the worst case."""
+    logits = rng.standard_normal((NUM_ROWS, VOCAB_SIZE)) * 3
+    if kind == "peaked":
+        for row in logits:
+            row[rng.integers(0, VOCAB_SIZE, 300)] += rng.exponential(6.0, 300) + 4
+    return logits.astype(np.float32)
 
 
 def main() -> None:
     rng = np.random.default_rng(0)
-    logits = (rng.standard_normal((NUM_ROWS, VOCAB_SIZE)) * 3).astype(np.float32)
     sampler = Sampler(VOCAB_SIZE)
     rows = {name: rows_of(options, rng) for name, options in SETTINGS.items()}
-    best = dict.fromkeys(SETTINGS, float("inf"))
-    for _ in range(5):
-        for name in SETTINGS:
-            copy = logits.copy()
-            started_s = time.perf_counter()
-            sampler.sample(copy, rows[name])
-            best[name] = min(best[name], time.perf_counter() - started_s)
-    for name, seconds in best.items():
-        more = 1e3 * (seconds - best["greedy"])
-        print(json.dumps({"setting": name, "ms": round(1e3 * seconds, 1), "ms_more_than_greedy": round(more, 1)}))
+    for kind in ("peaked", "flat"):
+        logits = logits_of(kind, rng)
+        best = dict.fromkeys(SETTINGS, float("inf"))
+        for _ in range(5):
+            for name in SETTINGS:
+                copy = logits.copy()
+                started_s = time.perf_counter()
+                sampler.sample(copy, rows[name])
+                best[name] = min(best[name], time.perf_counter() - started_s)
+        for name, seconds in best.items():
+            more = 1e3 * (seconds - best["greedy"])
+            line = {
+                "logits": kind,
+                "setting": name,
+                "ms": round(1e3 * seconds, 1),
+                "ms_more_than_greedy": round(more, 1),
+            }
+            print(json.dumps(line))
 
 
 if __name__ == "__main__":

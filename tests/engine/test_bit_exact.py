@@ -104,6 +104,7 @@ class Setting:
             eos_token_ids=(),
             max_context=MAX_CONTEXT,
             fitting_tokens=MAX_CONTEXT,
+            max_sequences=8,
             namespace=lambda salt: namespace_key(salt=salt),
             clock=clock,
         )

@@ -26,6 +26,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(0, 2**64 - 1),
     "min_tokens": st.integers(0, 4),
     "logprobs": st.integers(0, 5),
+    "guidance_scale": st.sampled_from([1.0, 1.5, 3.0]),
     "repetition_penalty": st.floats(0.5, 2.0),
     "presence_penalty": st.floats(-2.0, 2.0),
     "frequency_penalty": st.floats(-2.0, 2.0),

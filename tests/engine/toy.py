@@ -254,6 +254,7 @@ def toy_engine(
         eos_token_ids=frozenset(eos_token_ids),
         max_context=max_context,
         fitting_tokens=fitting,
+        max_sequences=max_sequences,
         namespace=lambda salt: namespace_key(**owner, salt=salt),
         exact_namespace=None if codec is None else lambda salt: namespace_key(model="toy", salt=salt),
         clock=clock,

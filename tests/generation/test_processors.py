@@ -12,6 +12,7 @@ import transformers
 from spolia.generation import FILTERS, PROCESSORS, History, SamplingParams, Vocabulary, Watermark, WatermarkDetector
 from spolia.generation.pipeline import build_pipeline
 from spolia.generation.processors import TransformersProcessor
+from spolia.generation.processors.candidates import Scratch, Softmax, largest
 
 VOCAB_SIZE = 300
 PROMPT = [5, 6, 7, 5, 6, 9, 40, 41]
@@ -45,7 +46,15 @@ def ours(row, prompt=PROMPT, generated=GENERATED, max_tokens=100, seed=0, **para
     pipeline.follow(ids, len(prompt), seed=seed)
     changed = row.copy()
     pipeline.process(changed, len(ids))
-    return changed
+    return filtered(pipeline, changed)
+
+
+def filtered(pipeline, row):
+    """What a pipeline's filters leave of a row, as a row."""
+    ids, scores = pipeline.candidates(row[0], Scratch(VOCAB_SIZE))
+    left = np.full_like(row, -np.inf)
+    left[0, slice(None) if ids is None else ids] = scores
+    return left
 
 
 def theirs(processor, row, ids=IDS):
@@ -340,6 +349,7 @@ def test_mirostat_holds_the_surprise():
         for position in range(1, 1_501):
             row = (rng.standard_normal((1, VOCAB_SIZE)) * 2).astype(np.float32)
             pipeline.process(row, position)
+            row = filtered(pipeline, row)
             p = np.exp(row[0].astype(np.float64))
             p /= p.sum()
             ids[position] = rng.choice(VOCAB_SIZE, p=p)
@@ -398,3 +408,40 @@ def test_no_processors_is_no_pipeline():
         is None
     )
     assert build_pipeline(SamplingParams(temperature=0.0, typical_p=0.9), vocabulary(), max_tokens=9) is None
+
+
+def test_a_watermark_favours_in_a_row_what_it_calls_green_token_by_token():
+    """For ratios whose limit has low bits and those that have none, across the pieces that a row is worked on in."""
+    for ratio in (0.25, 0.3):
+        mark = Watermark(ratio=ratio, bias=1.0, key=7, context_width=2)
+        row = np.zeros((1, 20_000), np.float32)
+        mark.process(row, [History.of([5, 9_000, 11], [], vocab_size=20_000)])
+        sampled = [0, 1, 8_191, 8_192, 16_383, 16_384, 19_999, *range(500, 900)]
+        assert [bool(row[0, i]) for i in sampled] == [mark.is_green([9_000, 11], i) for i in sampled]
+        assert abs(row.mean() - ratio) < 0.02
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 6.0, 40.0])
+def test_selections_without_sorting_are_those_of_sorting(scale):
+    """Rows longer than a bucket and a slice, from flat to peaked: the fewest tokens with the mass, and no others."""
+    rng = np.random.default_rng(int(scale))
+    scores = (rng.standard_normal(5_003) * scale).astype(np.float32)
+    softmax = Softmax(scores, Scratch(5_003))
+    p = np.exp(scores.astype(np.float64) - scores.max())
+    p /= p.sum()
+    entropy = -float((p * np.log(np.maximum(p, 1e-300))).sum())
+    assert softmax.entropy == pytest.approx(entropy, rel=1e-4, abs=1e-5)
+    assert softmax.deviation == pytest.approx(float(scores.std(dtype=np.float64)), rel=1e-4, abs=1e-6)
+    for k in (1, 7, 256, 257, 5_002, 6_000):
+        assert largest(scores, k).tolist() == np.flatnonzero(scores >= np.sort(scores)[-min(k, 5_003)]).tolist()
+    for mass in (0.1, 0.5, 0.93):
+        kept = softmax.likeliest(mass)
+        order = np.argsort(-scores, kind="stable")
+        assert sorted(kept) == sorted(order[: len(kept)])
+        assert p[kept].sum() >= mass - 1e-5
+        assert p[order[: len(kept) - 1]].sum() < mass + 1e-5
+        near = softmax.nearest(entropy, mass)
+        distance = np.abs(-np.log(np.maximum(p, 1e-300)) - entropy)
+        outside = np.delete(distance, near)
+        assert p[near].sum() >= mass - 1e-5
+        assert not len(outside) or outside.min() >= distance[near].max() - 1e-3

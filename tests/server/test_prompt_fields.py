@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,8 +108,37 @@ def test_a_chats_prompt_has_logprobs_too(toy_url):
     assert all(len(row) == 1 for row in reply["prompt_logprobs"][1:])
 
 
-@pytest.mark.parametrize("fields", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
-def test_what_the_prompt_scored_does_not_stream(toy_url, fields):
-    reply = httpx.post(f"{toy_url}/v1/completions", json={"prompt": "x", "stream": True, **fields})
-    assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == next(iter(fields))
+def chunks_of(url, path, **body):
+    with httpx.stream("POST", f"{url}{path}", json={"stream": True, **body}, timeout=60) as reply:
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_the_prompt_scored_comes_with_the_first_chunk_of_a_stream(toy_url, times):
+    """The same rows and columns as without a stream, cached or not, the answer's behind the prompt's."""
+    fields = {
+        "prompt": "to be told",
+        "max_tokens": 4,
+        "temperature": 0,
+        "prompt_logprobs": 1,
+        "echo": True,
+        "logprobs": 2,
+    }
+    for _ in range(times):
+        (whole,) = complete(toy_url, **fields)["choices"]
+        parts = [chunk["choices"][0] for chunk in chunks_of(toy_url, "/v1/completions", **fields)]
+    assert parts[0]["prompt_logprobs"] == whole["prompt_logprobs"]
+    assert not any("prompt_logprobs" in part for part in parts[1:])
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    for column, values in whole["logprobs"].items():
+        assert [value for part in parts if part["logprobs"] for value in part["logprobs"][column]] == values
+
+
+def test_a_streamed_chats_prompt_has_logprobs_too(toy_url):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "prompt_logprobs": 0, "seed": 1}
+    whole = httpx.post(f"{toy_url}/v1/chat/completions", json=body, timeout=60).json()
+    chunks = chunks_of(toy_url, "/v1/chat/completions", **body)
+    assert chunks[0]["prompt_logprobs"] == whole["prompt_logprobs"]
+    assert not any("prompt_logprobs" in chunk for chunk in chunks[1:])

@@ -16,6 +16,7 @@ from __future__ import annotations
 from spolia.engine.admission import Admission
 from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.async_engine import AsyncEngine, TokenStream
+from spolia.engine.beams import BeamRun
 from spolia.engine.cache_admin import CacheAdmin, ClearReport, Lookup
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer, StepStats
@@ -25,12 +26,21 @@ from spolia.engine.inspection import LaneView, lanes
 from spolia.engine.llm import LLM
 from spolia.engine.memory import KV_SHARE, available_bytes
 from spolia.engine.news import CacheNews
-from spolia.engine.outputs import BeamOutput, Counters, Delta, EngineStats, FinishReason, RequestOutput, Timings
+from spolia.engine.outputs import (
+    BeamOutput,
+    ContrastiveOutput,
+    Counters,
+    Delta,
+    EngineStats,
+    FinishReason,
+    RequestOutput,
+    Timings,
+)
 from spolia.engine.request import Request, Sequence
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
 from spolia.engine.sessions import Session, SessionBusy, SessionStore, SessionTurn, UnknownSession
-from spolia.generation import BeamParams, SamplingParams, StructuredOutput, TokenLogprobs
+from spolia.generation import BeamParams, ContrastiveParams, SamplingParams, StructuredOutput, TokenLogprobs
 from spolia.kvcache import (
     DEFAULT_PRIORITY,
     BlocksRemoved,
@@ -62,6 +72,7 @@ __all__ = [
     "AsyncEngine",
     "BeamOutput",
     "BeamParams",
+    "BeamRun",
     "BlocksRemoved",
     "BlocksStored",
     "CacheAdmin",
@@ -71,6 +82,8 @@ __all__ = [
     "CacheView",
     "ClearReport",
     "Cleared",
+    "ContrastiveOutput",
+    "ContrastiveParams",
     "Counters",
     "Delta",
     "Durations",

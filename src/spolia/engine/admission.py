@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from spolia.engine.fairness import Tenant
 from spolia.engine.request import Request
 from spolia.errors import InvalidRequest
 from spolia.generation import Healing, SamplingParams, StopPattern, Vocabulary, build_pipeline
+from spolia.kernels import BLOCK_SIZE
 from spolia.kvcache import Wish
 
 __all__ = ["Admission", "TextEncoder"]
@@ -37,6 +38,7 @@ class Admission:
     Attributes:
         max_context: most tokens of prompt and answer.
         fitting_tokens: most tokens of prompt and answer for which the pools, when empty, have blocks.
+        max_sequences: lanes of the batch.
         namespace: the namespace of a cache salt.
         exact_namespace: that of requests which want exact KV; None: the same.
         processors: makers of logits processors, by the names that requests may use.
@@ -48,6 +50,7 @@ class Admission:
     eos_token_ids: Collection[int]
     max_context: int
     fitting_tokens: int
+    max_sequences: int
     namespace: Callable[[str], bytes]
     clock: Callable[[], float]
     exact_namespace: Callable[[str], bytes] | None = None
@@ -102,7 +105,10 @@ class Admission:
         namespace_of = self.namespace
         if params.exact_kv and self.exact_namespace is not None:
             namespace_of = self.exact_namespace
-        return Request(
+        guide_ids = self._guide_ids(token_ids, params)
+        if guide_ids is not None:
+            max_tokens = min(max_tokens, self._max_guided_tokens(len(token_ids), len(guide_ids), params))
+        request = Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=token_ids,
             params=params,
@@ -122,6 +128,46 @@ class Admission:
             wishes=tuple(wishes),
             tenant=tenant or Tenant(),
         )
+        if guide_ids is None:
+            return request
+        plain = SamplingParams(max_tokens=max_tokens)
+        guide = replace(
+            request,
+            request_id=f"{request.request_id}/guide",
+            prompt_token_ids=guide_ids,
+            params=plain,
+            pipeline=None,
+            stop_pattern=None,
+            wishes=(),
+        )
+        return replace(request, guide=guide)
+
+    def _guide_ids(self, token_ids: NDArray[np.int32], params: SamplingParams) -> NDArray[np.int32] | None:
+        """The other prompt of a request's guidance; None if it has none."""
+        if params.guidance_scale == 1:
+            return None
+        if params.negative_prompt is None:
+            return token_ids[-1:]
+        try:
+            return self._token_ids(params.negative_prompt)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"negative_prompt: {error}", param="negative_prompt") from None
+
+    def _max_guided_tokens(self, num_prompt_tokens: int, num_guide_tokens: int, params: SamplingParams) -> int:
+        """Most tokens of an answer that two sequences get."""
+        # Each may begin a block more than its tokens fill.
+        room = self.fitting_tokens - num_prompt_tokens - num_guide_tokens - 2 * BLOCK_SIZE
+        most = min(room // 2, self.max_context - num_guide_tokens)
+        wanted = params.max_tokens if params.max_tokens is not None else max(params.min_tokens, 1)
+        if self.max_sequences < 2 or wanted > most:
+            raise InvalidRequest(
+                f"guidance_scale is {params.guidance_scale}: guidance computes a second sequence, of "
+                f"{num_guide_tokens} tokens and the {wanted} of the answer, which does not fit beside the first of "
+                f"{num_prompt_tokens}: there are {self.max_sequences} lanes, and KV blocks for {self.fitting_tokens} "
+                "tokens. Lower max_tokens, shorten the prompts, or raise kv_memory or max_sequences",
+                param="guidance_scale",
+            )
+        return most
 
     def check_input(self, prompt: str | Sequence[int], *, truncate: bool = False) -> NDArray[np.int32]:
         """Token ids of a text that is only read, such as one to embed.

@@ -165,6 +165,7 @@ def build_engine(
         eos_token_ids=model.eos_token_ids,
         max_context=max_context,
         fitting_tokens=num_fitting,
+        max_sequences=max_sequences,
         namespace=lambda salt: namespace_key(**usual, salt=salt),
         exact_namespace=None if codec is None else lambda salt: namespace_key(**owner, salt=salt),
         clock=clock,

@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from spolia.engine.assembly import Engine, build_engine
+from spolia.engine.beams import BeamRun
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer
 from spolia.engine.embedding import Embedding, EmbeddingRun, Pooling
@@ -31,7 +32,7 @@ from spolia.engine.sessions import Session, SessionStore
 from spolia.engine.storage import make_sealer
 from spolia.engine.thread import EngineThread
 from spolia.errors import SpoliaError
-from spolia.generation import SamplingParams
+from spolia.generation import BeamParams, SamplingParams
 from spolia.kvcache import CacheStats, Wish, namespace_key
 from spolia.models import Model
 from spolia.tiers import TierUse, read_archive, write_archive
@@ -181,6 +182,30 @@ class AsyncEngine:
         mailbox = _Mailbox(self._outbox())
         self._thread.submit([(request, mailbox)])
         return TokenStream(request, mailbox, self._thread.abort)
+
+    async def beam_search(
+        self,
+        prompt: str | Sequence[int],
+        params: BeamParams | None = None,
+        *,
+        cache_salt: str = "",
+        tenant: Tenant | None = None,
+    ) -> BeamRun:
+        """As `LLM.beam_search`: the search, once it is over. Cancelling the call ends it.
+
+        Raises:
+            InvalidRequest: the prompt and `max_tokens` do not fit the context.
+            Overloaded, Bug: as `generate`.
+        """
+        run = BeamRun(self._engine.admission, self.model.tokenizer, prompt, params or BeamParams())
+        while not run.is_over:
+            streams = [self.generate(ids, each, cache_salt=cache_salt, tenant=tenant) for ids, each in run.requests()]
+            try:
+                run.take([await stream.output() for stream in streams])
+            finally:
+                for stream in streams:
+                    await stream.aclose()
+        return run
 
     def _outbox(self) -> _Outbox:
         """The running loop's."""

@@ -214,7 +214,9 @@ class EngineCore:
         else:
             text = PatternTextStream(token_bytes, pattern=pattern, stop=params.stop, keep_stop=keep_stop)
         sequence = Sequence(request, text)
-        if self._drafter is not None:
+        if request.guide is not None:
+            sequence.pair_with(Sequence(request.guide, TextStream(token_bytes)))
+        elif self._drafter is not None:
             sequence.guesser = self._drafter.guesser(request, sequence.token_ids)
         self._by_id[request.request_id] = sequence
         if request.tenant.name:
@@ -278,7 +280,9 @@ class EngineCore:
     def _note_starts(self, plan: StepPlan, now_s: float) -> None:
         """Record what new sequences found in the cache. Those that return after a preemption are told apart."""
         for sequence, start, stop in plan.entries:
-            if sequence.first_step_s is None:
+            if sequence.leader is not None:
+                sequence.first_step_s = now_s
+            elif sequence.first_step_s is None:
                 hit = sequence.held_lease.hit
                 sequence.explanation = hit.explanation
                 if self._tiering is not None:
@@ -332,8 +336,11 @@ class EngineCore:
             self._score(sequence, logits[row : row + stop - first], first)
             if stop >= sequence.num_tokens:
                 known = sequence.num_tokens
+                last = row + known - 1 - first
                 drafts = sequence.token_ids[known:stop].tolist()
-                checks.append(_Check(sequence, row + known - 1 - first, drafts))
+                chosen = sequence.pair_up(logits[last])
+                if chosen is not None:
+                    checks.append(_Check(chosen, last, drafts))
                 if drafts and sequence.guesser is not None:
                     sequence.guesser.note_drafted(sequence.draft_source, len(drafts))
             row += stop - first
@@ -397,6 +404,8 @@ class EngineCore:
             else:
                 sequence.logprobs.append(logprobs)
                 delta = Delta(text, (token_id,), (logprobs,))
+            if sequence.num_generated_tokens == 1 and sequence.request.params.prompt_logprobs is not None:
+                delta = replace(delta, prompt_logprobs=tuple(sequence.prompt_logprobs))
             if sequence.finish_reason is None:
                 deltas.append((sequence.request.request_id, delta))
             else:
@@ -408,7 +417,7 @@ class EngineCore:
         del self._by_id[sequence.request.request_id]
         self._num_finished[str(sequence.finish_reason)] += 1
         output = sequence.output(self._clock())
-        self._deltas.append((output.request_id, Delta(last.text, last.token_ids, last.logprobs, output)))
+        self._deltas.append((output.request_id, replace(last, output=output)))
         if self._observer is not None:
             self._observer.on_finish(output)
 

@@ -23,7 +23,7 @@ from spolia.errors import InvalidRequest, ModelError
 from spolia.kernels import BLOCK_SIZE, BlockCopy, StepInputs
 from spolia.kvcache import Lease, Outcome, Wish
 
-__all__ = ["Embedding", "EmbeddingRun", "Pooling"]
+__all__ = ["Embedding", "EmbeddingRun", "Pooling", "StatesRun"]
 
 Pooling = Literal["last", "mean"]
 
@@ -193,3 +193,31 @@ class EmbeddingRun:
         if each.num_done == len(each.ids):
             vector = hidden[-1].copy() if each.total is None else (each.total / len(each.ids)).astype(np.float32)
             each.embedding = Embedding(vector, len(each.ids), each.num_cached or 0)
+
+
+class _StatesOfAll(EmbeddingRun):
+    """Keeps what is pooled."""
+
+    def __init__(self, inputs: Sequence[Ids], *, namespace: bytes, pooling: Pooling) -> None:
+        super().__init__(inputs, namespace=namespace, pooling=pooling)
+        self.rows: list[NDArray[np.float32]] = []
+
+    def _take(self, part: _Part, hidden: NDArray[np.float32]) -> None:
+        super()._take(part, hidden)
+        self.rows.append(hidden.copy())
+
+
+class StatesRun:
+    """As `EmbeddingRun`, for the last layer's result of every token of one text."""
+
+    def __init__(self, ids: Ids, *, namespace: bytes) -> None:
+        self._run = _StatesOfAll([ids], namespace=namespace, pooling="mean")
+
+    @property
+    def states(self) -> NDArray[np.float32] | None:
+        """`[num_tokens, hidden_size]`; None as long as there is something to compute."""
+        return None if self._run.embeddings is None else np.concatenate(self._run.rows)
+
+    def step(self, core: EngineCore) -> int:
+        """As `EmbeddingRun.step`."""
+        return self._run.step(core)

@@ -15,14 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.engine.assembly import Engine, build_engine
+from spolia.engine.beams import BeamRun
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import Observer
-from spolia.engine.embedding import Embedding, EmbeddingRun, Pooling
-from spolia.engine.outputs import BeamOutput, Delta, EngineStats, RequestOutput
+from spolia.engine.embedding import Embedding, EmbeddingRun, Pooling, StatesRun
+from spolia.engine.outputs import BeamOutput, ContrastiveOutput, Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request
 from spolia.engine.thread import EngineThread
 from spolia.errors import InvalidRequest, SpoliaError
-from spolia.generation import BeamParams, BeamSearch, LogitsTap, SamplingParams
+from spolia.generation import BeamParams, ContrastiveParams, ContrastiveSearch, LogitsTap, SamplingParams
 from spolia.models import Model
 from spolia.tiers import TierUse
 
@@ -37,7 +38,7 @@ class Streamer(Protocol):
     def end(self) -> None: ...
 
 
-_HOPELESS = -1e8  # beams below it are placeholders, or have ended
+_NO_ROOM_S = 0.02  # until running requests may have left some
 
 Ids: TypeAlias = NDArray[np.int32]
 _Mail: TypeAlias = "queue.SimpleQueue[tuple[int, Delta | SpoliaError]]"
@@ -187,27 +188,44 @@ class LLM:
         Raises:
             InvalidRequest: the prompt and `max_tokens` do not fit the context.
         """
-        params = BeamParams() if params is None else params
+        run = BeamRun(self._engine.admission, self.model.tokenizer, prompt, params or BeamParams())
+        while not run.is_over:
+            requests = run.requests()
+            run.take(self.generate([ids for ids, _ in requests], [each for _, each in requests], cache_salt=cache_salt))
+        return run.beams()
+
+    def contrastive_search(
+        self, prompt: str | list[int] | Ids, params: ContrastiveParams | None = None, *, cache_salt: str = ""
+    ) -> ContrastiveOutput:
+        """A continuation of likely tokens that are unlike what was said before.
+
+        Costs, for each token, one more token of the model for each candidate; they share what is cached.
+
+        Raises:
+            InvalidRequest: the prompt and `max_tokens` do not fit the context.
+            ModelError: the model's results are not finite.
+        """
+        params = ContrastiveParams() if params is None else params
         admission = self._engine.admission
-        checked = SamplingParams(max_tokens=params.max_tokens, stop_token_ids=params.stop_token_ids)
-        request = admission.admit(prompt, checked, cache_salt=cache_salt)
+        request = admission.admit(
+            prompt, SamplingParams(max_tokens=params.max_tokens, stop_token_ids=params.stop_token_ids)
+        )
+        ids: list[int] = request.prompt_token_ids.tolist()
         final_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(admission.eos_token_ids))
-        search = BeamSearch(params, final_ids)
-        prompt_ids = request.prompt_token_ids.tolist()
-        log_probs = np.full((params.num_beams, admission.vocab_size), -np.inf, np.float32)
+        run = StatesRun(request.prompt_token_ids, namespace=admission.namespace(cache_salt))
+        while (states := run.states) is None:
+            if not self._thread.call(run.step).result():
+                time.sleep(_NO_ROOM_S)
+        search = ContrastiveSearch(params, final_ids, states)
         while not search.is_over:
-            # At first all beams are the prompt; later a beam that has no chance need not be computed.
-            alive = [index for index, beam in enumerate(search.running) if beam.score > _HOPELESS]
-            rows = [LogitsTap() for _ in alive]
-            one = [SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logits_processors=(r,)) for r in rows]
-            prompts = [prompt_ids + list(search.running[index].token_ids) for index in alive]
-            self.generate(prompts, one, cache_salt=cache_salt)
-            log_probs[:] = 0.0
-            for index, row in zip(alive, rows, strict=True):
-                log_probs[index] = row.log_probs
-            search.advance(log_probs)
-        tokenizer = self.model.tokenizer
-        return [BeamOutput(beam.token_ids, tokenizer.decode(beam.token_ids), beam.score) for beam in search.answers]
+            tap = LogitsTap()
+            one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logits_processors=(tap,))
+            self.generate(ids, one, cache_salt=cache_salt)
+            candidates = search.propose(tap.log_probs)
+            vectors = self.embed([[*ids, candidate] for candidate in candidates], cache_salt=cache_salt)
+            ids.append(search.choose(np.array([each.vector for each in vectors])))
+        text = self.model.tokenizer.decode(search.token_ids)
+        return ContrastiveOutput(tuple(search.token_ids), text, "stop" if search.has_stopped else "length")
 
     def embed(
         self,
@@ -233,7 +251,7 @@ class LLM:
         run = EmbeddingRun(inputs, namespace=namespace, pooling=pooling)
         while (embeddings := run.embeddings) is None:
             if not self._thread.call(run.step).result():
-                time.sleep(0.02)  # until running requests have left room
+                time.sleep(_NO_ROOM_S)
         return embeddings
 
     def chat(

@@ -10,7 +10,16 @@ from spolia.generation import DraftCount, Stage, TokenLogprobs
 from spolia.kvcache import Explanation, Ledger, Outcome, TokenRange
 from spolia.tiers import TierStats
 
-__all__ = ["BeamOutput", "Counters", "Delta", "EngineStats", "FinishReason", "RequestOutput", "Timings"]
+__all__ = [
+    "BeamOutput",
+    "ContrastiveOutput",
+    "Counters",
+    "Delta",
+    "EngineStats",
+    "FinishReason",
+    "RequestOutput",
+    "Timings",
+]
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -101,11 +110,25 @@ class BeamOutput(NamedTuple):
     Attributes:
         token_ids: generated ids, the one that ended it included.
         score: sum of log-probabilities, divided by the length to the power of the length penalty.
+        finish_reason: "stop" if its last token ends answers, else "length".
     """
 
     token_ids: tuple[int, ...]
     text: str
     score: float
+    finish_reason: FinishReason
+
+
+class ContrastiveOutput(NamedTuple):
+    """What contrastive search found.
+
+    Attributes:
+        token_ids: generated ids, the one that ended it included.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +140,14 @@ class Delta:
         token_ids: new ids.
         logprobs: one entry a new id where asked for, else empty.
         output: the whole answer, with the last delta; None before.
+        prompt_logprobs: with the first delta, where asked for, as in the output; None with all others.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     output: RequestOutput | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -131,7 +156,11 @@ class Delta:
     def __add__(self, later: Delta) -> Delta:
         """Both, as one delta: how a reader that is behind catches up."""
         return Delta(
-            self.text + later.text, self.token_ids + later.token_ids, self.logprobs + later.logprobs, later.output
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            self.logprobs + later.logprobs,
+            later.output,
+            self.prompt_logprobs,
         )
 
 

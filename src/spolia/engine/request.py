@@ -61,6 +61,7 @@ class Request:
         num_skipped_bytes: of the answer's beginning, which the prompt has already shown.
         num_truncated_tokens: dropped from the prompt, which was too long.
         prediction_ids: int32, what its client says that the answer will be like; None: nothing.
+        guide: the other prompt, for guidance: computed beside this one, with this one's answer behind it.
         pipeline: its logits processors, whose state is this one request's; None if it has none.
     """
 
@@ -80,6 +81,7 @@ class Request:
     num_skipped_bytes: int = 0
     num_truncated_tokens: int = 0
     prediction_ids: NDArray[np.int32] | None = None
+    guide: Request | None = None
 
     @property
     def decisions(self) -> tuple[tuple[Stage, ...], ...] | None:
@@ -114,6 +116,10 @@ class Sequence:
             have.
         num_passed_over: later requests that were admitted before it.
         chain: names of its whole blocks in other tiers; None as long as nobody asked.
+        guide: follows this one's answer behind another prompt; None: nobody does. The two run, are preempted and end
+            together.
+        leader: whose guide it is; None: nobody's.
+        held_logits: the last token's, as long as the other of the pair has none for the same token.
         restored: (start, stop, tier) of tokens whose KV was brought up from a tier for it.
         num_restored_tokens: by tier, those of them that it found when it started, and those that met it later.
         num_rounded_tokens: prompt tokens that it found with KV which had been kept in fewer bits, by the kind of these.
@@ -130,7 +136,10 @@ class Sequence:
         "first_step_s",
         "first_token_s",
         "guesser",
+        "guide",
+        "held_logits",
         "lane",
+        "leader",
         "lease",
         "logprobs",
         "meets_at",
@@ -175,6 +184,9 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] = []
         self.lease: Lease | None = None
         self.lane = -1
+        self.guide: Sequence | None = None
+        self.leader: Sequence | None = None
+        self.held_logits: NDArray[np.float32] | None = None
         self.num_computed_tokens = 0
         self.num_slots = 0
         self.table_changed = False
@@ -197,6 +209,35 @@ class Sequence:
         self._banned_ids = np.fromiter(sorted(request.final_ids), np.int32) if request.params.min_tokens else _NO_IDS
         if request.pipeline is not None:
             request.pipeline.follow(self.token_ids, self.num_prompt_tokens, seed=request.seed)
+
+    def pair_with(self, guide: Sequence) -> None:
+        """Let `guide` follow this sequence's answer."""
+        self.guide, guide.leader = guide, self
+
+    @property
+    def is_paired(self) -> bool:
+        return self.guide is not None or self.leader is not None
+
+    def pair_up(self, logits: NDArray[np.float32]) -> Sequence | None:
+        """Take the row of this one's last token; the leader, once both rows are there, of which this one is now its.
+
+        Args:
+            logits: `[vocab_size]`; the leader's when a leader is returned.
+        """
+        leader = self.leader or self
+        guide = leader.guide
+        if guide is None:
+            return self
+        self.held_logits = logits.copy()
+        if leader.held_logits is None or guide.held_logits is None:
+            return None
+        logits[:] = leader.held_logits
+        pipeline = leader.request.pipeline
+        if pipeline is None or pipeline.guidance is None:
+            raise Bug(f"request {leader.request.request_id} has a guide and no guidance")
+        pipeline.guidance.take(guide.held_logits)
+        leader.held_logits = guide.held_logits = None
+        return leader
 
     @property
     def held_lease(self) -> Lease:
@@ -278,10 +319,7 @@ class Sequence:
         banned = self._banned_ids
         if len(banned) and self.num_generated_tokens >= request.params.min_tokens:
             banned = self._banned_ids = _NO_IDS
-        pipeline = request.pipeline
-        if pipeline is None:
-            return RowSampling(request.params, request.seed, self.num_tokens, banned)
-        return RowSampling(pipeline.draw_params, request.seed, self.num_tokens, banned, pipeline)
+        return RowSampling(request.params, request.seed, self.num_tokens, banned, request.pipeline)
 
     def note_start(self, start: int, now_s: float) -> None:
         """It begins to be computed, at token `start`; what is before was cached, in part since it was restored."""
@@ -308,6 +346,9 @@ class Sequence:
         params = request.params
         self.token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
+        if self.guide is not None:
+            self.guide.token_ids[self.guide.num_tokens] = token_id
+            self.guide.num_tokens += 1
         num_generated = self.num_tokens - self.num_prompt_tokens
         may_stop = num_generated > params.min_tokens
         if may_stop and token_id in request.final_ids:

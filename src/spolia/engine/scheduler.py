@@ -64,7 +64,7 @@ class StepPlan:
         copies: to be made before the step, in order.
         num_preempted: sequences that gave way.
         num_extra_logits: rows whose logits are wanted besides the last of each sequence; 0: the step is a plain one.
-        is_plain: no sequence has drafts to check or a prompt to score.
+        is_plain: no sequence has drafts to check, a prompt to score, or another that it is paired with.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -72,6 +72,17 @@ class StepPlan:
     num_preempted: int = 0
     num_extra_logits: int = 0
     is_plain: bool = True
+
+    def add(self, sequence: Sequence, start: int, stop: int) -> None:
+        self.entries.append(Entry(sequence, start, stop))
+        self.is_plain = self.is_plain and not sequence.is_paired
+
+    def take_back(self, sequence: Sequence) -> int:
+        """Undo the last `add`, if it was of this sequence; how many tokens it was granted."""
+        if not self.entries or self.entries[-1].sequence is not sequence:
+            return 0
+        entry = self.entries.pop()
+        return entry.stop - entry.start
 
 
 class Scheduler:
@@ -124,8 +135,10 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is. Its blocks are evictable or free at once."""
         if sequence.lease is not None:
-            self._running.remove(sequence)
-            self._stop_running(sequence, sequence.outcome)
+            for one in (sequence, sequence.guide):
+                if one is not None:
+                    self._running.remove(one)
+                    self._stop_running(one, sequence.outcome)
             self._headroom = max(1, self._headroom - 1)
         elif not self._waiting.discard(sequence):
             self._preempted.remove(sequence)
@@ -154,9 +167,13 @@ class Scheduler:
             if sequence.num_drafts or sequence.is_scoring:
                 stop = self._stop_of_special(sequence, start, stop, start + most, plan)
             if stop <= sequence.num_slots or self._grow(sequence, stop, plan):
-                plan.entries.append(Entry(sequence, start, stop))
+                if stop > start:  # else it waits for the other of its pair
+                    plan.add(sequence, start, stop)
                 budget -= stop - start
                 index += 1
+            elif sequence.leader is not None:  # which was before it, and gave way with it
+                budget += plan.take_back(sequence.leader)
+                index -= 1
         if budget and self.num_waiting and self._free_lanes and not self._is_full:
             self._admit(plan, budget)
         if not plan.entries and self.num_waiting:
@@ -228,9 +245,12 @@ class Scheduler:
         """Give `sequence` slots up to `stop`, preempting from the newest on; False if it had to give way itself."""
         while not self._take_slots(sequence, stop, plan):
             victim = self._running.pop()
+            if victim.leader is not None:  # a pair gives way together; the leader is before its guide
+                self._stop_running(victim, Outcome.BROKEN_OFF)
+                victim = self._running.pop()
             self._preempt(victim)
             plan.num_preempted += 1
-            if victim is sequence:
+            if sequence in (victim, victim.guide):
                 return False
         return True
 
@@ -333,7 +353,36 @@ class Scheduler:
         )
 
     def _start(self, sequence: Sequence, plan: StepPlan, budget: int) -> int | None:
-        """Make `sequence` run and grant it tokens; their number, or None, with nothing changed, if there is no room."""
+        """Make `sequence` run, with its guide if it has one, and grant it tokens.
+
+        Returns:
+            Their number, or None, with nothing changed, if there is no room.
+        """
+        guide, must_fit = sequence.guide, bool(self._running)
+        if guide is not None and (len(self._free_lanes) < 2 or budget < 2):
+            return None
+        num_copies = len(plan.copies)
+        num_granted = self._start_one(sequence, plan, budget - (guide is not None), must_fit=must_fit)
+        if num_granted is not None and guide is not None:
+            num_more = self._start_one(guide, plan, budget - num_granted, must_fit=must_fit)
+            if num_more is None:
+                plan.take_back(sequence)
+                del plan.copies[num_copies:]
+                self._running.remove(sequence)
+                self._free_lanes.append(sequence.lane)
+                _close(sequence)
+                return None
+            num_granted += num_more
+        if num_granted is not None and not sequence.num_ever_computed_tokens:
+            self._shares.charge(sequence.request.tenant, sequence.num_tokens - sequence.num_computed_tokens)
+        return num_granted
+
+    def _start_one(self, sequence: Sequence, plan: StepPlan, budget: int, *, must_fit: bool) -> int | None:
+        """As `_start`, for one sequence.
+
+        Args:
+            must_fit: leave room for what the running ones still need.
+        """
         request = sequence.request
         if request.tenant.kv_quota is not None:
             self._cache.set_quota(request.namespace, request.tenant.name, request.tenant.kv_quota // self._token_bytes)
@@ -350,17 +399,13 @@ class Scheduler:
             stop = self._stop_of_special(sequence, start, stop, stop, plan)
         sequence.lease = lease
         sequence.num_computed_tokens = sequence.num_slots = start
-        if (self._running and not self._has_room(sequence)) or not self._take_slots(sequence, stop, plan):
-            lease.close(Outcome.BROKEN_OFF)
-            sequence.lease = None
-            sequence.num_computed_tokens = sequence.num_slots = 0
+        if (must_fit and not self._has_room(sequence)) or not self._take_slots(sequence, stop, plan):
+            _close(sequence)
             self._is_full = True
             return None
-        if not sequence.num_ever_computed_tokens:
-            self._shares.charge(request.tenant, sequence.num_tokens - start)
         sequence.lane = self._free_lanes.pop()
         self._running.append(sequence)
-        plan.entries.append(Entry(sequence, start, stop))
+        plan.add(sequence, start, stop)
         return stop - start
 
     def _has_room(self, newcomer: Sequence) -> bool:
@@ -378,6 +423,13 @@ class Scheduler:
             needed <= ledger.free + ledger.cached
             for needed, ledger in zip(num_needed, self._cache.ledger(), strict=True)
         )
+
+
+def _close(sequence: Sequence) -> None:
+    """Undo what a start has given a sequence."""
+    sequence.held_lease.close(Outcome.BROKEN_OFF)
+    sequence.lease = None
+    sequence.num_computed_tokens = sequence.num_slots = 0
 
 
 def _has_aged(sequence: Sequence) -> bool:

@@ -7,6 +7,7 @@ its parameters, its seed and its position, to the bit, whoever its neighbours in
 from __future__ import annotations
 
 from spolia.generation.beams import Beam, BeamParams, BeamSearch
+from spolia.generation.contrastive import ContrastiveParams, ContrastiveSearch
 from spolia.generation.decisions import Stage
 from spolia.generation.drafting import MAX_DRAFTS, NO_GUESS, Acceptance, DraftCount, Guess, Guesser
 from spolia.generation.healing import Healing
@@ -34,6 +35,8 @@ __all__ = [
     "Beam",
     "BeamParams",
     "BeamSearch",
+    "ContrastiveParams",
+    "ContrastiveSearch",
     "DraftCount",
     "Guess",
     "Guesser",

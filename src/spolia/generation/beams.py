@@ -3,12 +3,17 @@
     log-probabilities of each running beam  --advance-->  the next running beams, and those that have come to an end
 
 Scores and ends are those of transformers (`GenerationMixin._beam_search`), its early stopping and its length penalty
-included. This module deals in ids and scores; whoever drives it computes the log-probabilities.
+included, and its drawing of beams. Diverse beams are groups that avoid each other's tokens; beams with phrases that
+they must say are kept in banks by how much of these they have said. This module deals in ids and scores; whoever drives
+it computes the log-probabilities.
+
+Source: Vijayakumar et al. 2016, Diverse Beam Search; Post and Vilar 2018, Fast Lexically Constrained Decoding with
+Dynamic Beam Allocation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,11 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.errors import InvalidRequest
-from spolia.generation.checks import MAX_INT, check_integer, check_number
+from spolia.generation.checks import MAX_INT, as_tuple, check_integer, check_number, token_ids
+from spolia.generation.history import History
+from spolia.generation.params import SamplingParams
+from spolia.generation.pipeline import filters_of
+from spolia.generation.processors.candidates import Candidates, Scratch
 
 __all__ = ["Beam", "BeamParams", "BeamSearch"]
 
 _NEVER = -1.0e9  # the score of what must not be chosen
+_MAX_WORDS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +46,10 @@ class BeamParams:
             better; "never" when none can.
         stop_token_ids: end an answer, besides the model's own end-of-text tokens.
         ignore_eos: the model's own do not.
+        sampling: beams are drawn, with the temperature, filters and seed of these, and not the best taken; None: not.
+        num_beam_groups: so many groups of as many beams each, which avoid each other's tokens.
+        diversity_penalty: what a token loses for each beam of the groups before that has it at the same place.
+        force_words_ids: phrases that an answer must have, each a list of alternatives, each a sequence of token ids.
 
     Raises:
         InvalidRequest: naming the parameter, the value and what is allowed.
@@ -48,6 +62,10 @@ class BeamParams:
     early_stopping: bool | Literal["never"] = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    sampling: SamplingParams | None = None
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+    force_words_ids: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     def __post_init__(self) -> None:
         check_integer("num_beams", self.num_beams, 1, 64)
@@ -59,6 +77,48 @@ class BeamParams:
             raise InvalidRequest(
                 f"early_stopping is {self.early_stopping!r}; it must be true, false or 'never'", param="early_stopping"
             )
+        self._check_groups()
+        self._check_words()
+        sampling = self.sampling
+        if sampling is not None and (sampling.mirostat or sampling.xtc_probability):
+            raise InvalidRequest("mirostat and XTC have no meaning for beams: each follows one text", param="sampling")
+
+    def _check_groups(self) -> None:
+        check_integer("num_beam_groups", self.num_beam_groups, 1, self.num_beams)
+        check_number("diversity_penalty", self.diversity_penalty, 0.0, 1e4)
+        if self.num_beams % self.num_beam_groups:
+            raise InvalidRequest(
+                f"num_beam_groups is {self.num_beam_groups}; it must divide num_beams, {self.num_beams}",
+                param="num_beam_groups",
+            )
+        if self.diversity_penalty and self.num_beam_groups == 1:
+            raise InvalidRequest(
+                "diversity_penalty does nothing in one group; set num_beam_groups", param="diversity_penalty"
+            )
+        if self.num_beam_groups > 1 and (self.sampling is not None or self.force_words_ids):
+            name = "sampling" if self.sampling is not None else "force_words_ids"
+            raise InvalidRequest(f"{name} does not go with num_beam_groups", param="num_beam_groups")
+
+    def _check_words(self) -> None:
+        name = "force_words_ids"
+        words = tuple(
+            tuple(token_ids(name, ids, required=True) for ids in as_tuple(name, alternatives))
+            for alternatives in as_tuple(name, self.force_words_ids)
+        )
+        object.__setattr__(self, name, words)
+        if not words:
+            return
+        if not all(words) or len(words) > _MAX_WORDS:
+            raise InvalidRequest(
+                f"{name} holds {len(words)} phrases; allowed are {_MAX_WORDS}, each with an alternative", param=name
+            )
+        needed = sum(max(map(len, alternatives)) for alternatives in words)
+        if needed > self.max_tokens:
+            raise InvalidRequest(
+                f"{name} has {needed} tokens, more than max_tokens ({self.max_tokens}); raise that", param=name
+            )
+        if self.sampling is not None:
+            raise InvalidRequest(f"{name} does not go with sampling", param=name)
 
 
 class Beam(NamedTuple):
@@ -76,24 +136,34 @@ class Beam(NamedTuple):
 class BeamSearch:
     """One prompt's search.
 
+    Args:
+        final_ids: end an answer.
+        seed: for beams that are drawn.
+
     Attributes:
-        running: the beams whose next token is due, best first. The first time all are equal, and the first one counts.
+        running: the beams whose next token is due. The first time all are equal, and the first one of a group counts.
         is_over: nothing that runs can change the outcome any more.
     """
 
-    def __init__(self, params: BeamParams, final_ids: Collection[int]) -> None:
+    def __init__(self, params: BeamParams, final_ids: Collection[int], *, seed: int = 0) -> None:
         self._params = params
-        self._final_ids = frozenset(final_ids)
-        self._num_kept = max(2, 1 + len(self._final_ids)) * params.num_beams
-        self._may_improve = True
-        self._answers: list[Beam] = []
-        self.running = [Beam((), 0.0)] + [Beam((), _NEVER)] * (params.num_beams - 1)
-        self.is_over = False
+        num_beams = params.num_beams // params.num_beam_groups
+        final = frozenset(final_ids)
+        self._groups = [_Group(params, num_beams, final, _chooser(params, seed)) for _ in range(params.num_beam_groups)]
+
+    @property
+    def running(self) -> list[Beam]:
+        return [beam for group in self._groups for beam in group.running]
+
+    @property
+    def is_over(self) -> bool:
+        return all(group.is_over for group in self._groups)
 
     @property
     def answers(self) -> list[Beam]:
         """The best that have ended, best first."""
-        return self._answers[: self._params.num_return_sequences or self._params.num_beams]
+        answers = sorted((beam for group in self._groups for beam in group.answers), key=lambda beam: -beam.score)
+        return answers[: self._params.num_return_sequences or self._params.num_beams]
 
     def advance(self, log_probs: NDArray[np.float32]) -> None:
         """Take every running beam one token further.
@@ -101,15 +171,39 @@ class BeamSearch:
         Args:
             log_probs: float32 `[num_beams, vocab_size]`, a row a beam of `running`.
         """
-        num_beams, vocab_size = log_probs.shape
-        scores = np.array([beam.score for beam in self.running], np.float32)
-        total = (log_probs + scores[:, None]).ravel()
-        candidates = _largest(total, min(self._num_kept, len(total)))
+        penalty = np.zeros(log_probs.shape[1], np.float32)
+        start = 0
+        for group in self._groups:
+            stop = start + len(group.running)
+            if not group.is_over:
+                group.advance(log_probs[start:stop] - penalty if penalty.any() else log_probs[start:stop])
+                for beam in group.running:
+                    penalty[beam.token_ids[-1]] += np.float32(self._params.diversity_penalty)
+            start = stop
+
+
+Chooser = Callable[["Sequence[Beam]", NDArray[np.float32], int], "list[Beam]"]
+"""(running beams, log-probabilities `[num_beams, vocab_size]`, how many) -> candidates a token longer, in order."""
+
+
+class _Group:
+    """Beams that compete with each other."""
+
+    def __init__(self, params: BeamParams, num_beams: int, final_ids: frozenset[int], choose: Chooser) -> None:
+        self._params = params
+        self._num_beams = num_beams
+        self._final_ids = final_ids
+        self._choose = choose
+        self._num_kept = max(2, 1 + len(final_ids)) * num_beams
+        self._may_improve = True
+        self.answers: list[Beam] = []
+        self.running = [Beam((), 0.0)] + [Beam((), _NEVER)] * (num_beams - 1)
+        self.is_over = False
+
+    def advance(self, log_probs: NDArray[np.float32]) -> None:
+        num_beams = self._num_beams
         length = len(self.running[0].token_ids) + 1
-        beams = [
-            Beam((*self.running[index // vocab_size].token_ids, index % vocab_size), float(total[index]))
-            for index in candidates.tolist()
-        ]
+        beams = self._choose(self.running, log_probs, self._num_kept)
         ends = [beam.token_ids[-1] in self._final_ids or length >= self._params.max_tokens for beam in beams]
         self._take_answers(
             [beam for beam, has_ended in zip(beams[:num_beams], ends[:num_beams], strict=True) if has_ended], length
@@ -118,25 +212,141 @@ class BeamSearch:
         stopped = [beam._replace(score=beam.score + _NEVER) for beam, e in zip(beams, ends, strict=True) if e]
         self.running = (going_on + stopped)[:num_beams]
         self._look_ahead(length)
-        is_full = self._params.early_stopping is True and len(self._answers) == num_beams
-        self.is_over = not self._may_improve or is_full or all(ends)
+        self.is_over = not self._may_improve or self._is_full or all(ends)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._params.early_stopping is True and len(self.answers) == self._num_beams
 
     def _take_answers(self, ended: list[Beam], length: int) -> None:
-        is_full = self._params.early_stopping is True and len(self._answers) == self._params.num_beams
-        if is_full or not self._may_improve:
+        if self._is_full or not self._may_improve:
             return
         divisor = length**self._params.length_penalty
-        answers = self._answers + [beam._replace(score=beam.score / divisor) for beam in ended]
-        self._answers = sorted(answers, key=lambda beam: -beam.score)[: self._params.num_beams]
+        words = self._params.force_words_ids
+        answers = self.answers + [
+            beam._replace(score=beam.score / divisor)
+            for beam in ended
+            if not words or _said(beam.token_ids, words).is_all
+        ]
+        self.answers = sorted(answers, key=lambda beam: -beam.score)[: self._num_beams]
 
     def _look_ahead(self, length: int) -> None:
         """Whether the best that runs could still become better than the worst answer there is."""
         params = self._params
-        if len(self._answers) < params.num_beams:
+        if len(self.answers) < self._num_beams:
             return
         reach = params.max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
-        best_possible = self.running[0].score / reach**params.length_penalty
-        self._may_improve = self._may_improve and best_possible > self._answers[-1].score
+        best_possible = max(beam.score for beam in self.running) / reach**params.length_penalty
+        self._may_improve = self._may_improve and best_possible > self.answers[-1].score
+
+
+def _chooser(params: BeamParams, seed: int) -> Chooser:
+    if params.sampling is not None:
+        return _Drawn(params.sampling, seed).choose
+    if params.force_words_ids:
+        return _Constrained(params.force_words_ids, params.num_beams).choose
+    return _best
+
+
+def _best(running: Sequence[Beam], log_probs: NDArray[np.float32], count: int) -> list[Beam]:
+    """The likeliest of all."""
+    total = _total(running, log_probs)
+    return _longer(running, total, _largest(total.ravel(), min(count, total.size)))
+
+
+class _Drawn:
+    """Candidates are drawn without replacement by the probability of the whole beam, after the filters."""
+
+    def __init__(self, params: SamplingParams, seed: int) -> None:
+        self._params = params
+        self._seed = seed % 2**64
+
+    def choose(self, running: Sequence[Beam], log_probs: NDArray[np.float32], count: int) -> list[Beam]:
+        vocab_size = log_probs.shape[1]
+        scratch, nothing = Scratch(vocab_size), History.of([], [], vocab_size=vocab_size)
+        filtered = np.full_like(log_probs, -np.inf)
+        for row, left in zip(log_probs, filtered, strict=True):
+            candidates = Candidates.of(row)
+            for _, filter_ in filters_of(self._params):
+                candidates = filter_.apply(candidates, nothing, scratch)
+            left[slice(None) if candidates.ids is None else candidates.ids] = candidates.scores
+        total = np.maximum(_total(running, filtered), np.float32(2 * _NEVER))
+        rng = np.random.default_rng([self._seed, len(running[0].token_ids)])
+        # The largest of log-probabilities with Gumbel noise are a draw without replacement.
+        noisy = (total.ravel() + rng.gumbel(size=total.size)).astype(np.float32)
+        drawn = _largest(noisy, min(count, total.size))
+        return _longer(running, total, drawn[np.argsort(-total.flat[drawn], kind="stable")])
+
+
+class _Constrained:
+    """The best of each bank in turn, the bank with most of the phrases first, so that every bank keeps a beam."""
+
+    def __init__(self, words: Words, num_beams: int) -> None:
+        self._words = words
+        self._num_beams = num_beams
+
+    def choose(self, running: Sequence[Beam], log_probs: NDArray[np.float32], count: int) -> list[Beam]:
+        total = _total(running, log_probs)
+        vocab_size = total.shape[1]
+        chosen = dict.fromkeys(_largest(total.ravel(), min(count, total.size)).tolist())
+        for index, beam in enumerate(running):  # and whatever takes a beam further in a phrase
+            if beam.score > _NEVER / 2:
+                chosen |= dict.fromkeys(index * vocab_size + id_ for id_ in _said(beam.token_ids, self._words).next_ids)
+        beams = sorted(_longer(running, total, np.array(list(chosen))), key=lambda beam: -beam.score)
+        banks: dict[int, list[Beam]] = {}
+        for beam in beams:
+            banks.setdefault(_said(beam.token_ids, self._words).num_tokens, []).append(beam)
+        ordered = [banks[num_tokens] for num_tokens in sorted(banks, reverse=True)]
+        return [bank[turn] for turn in range(max(map(len, ordered))) for bank in ordered if turn < len(bank)]
+
+
+Words = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+class _Said(NamedTuple):
+    """How much of some phrases a text has said.
+
+    Attributes:
+        num_tokens: of the phrases; a phrase that is broken off counts for nothing.
+        next_ids: tokens that say more.
+        is_all: nothing is left to say.
+    """
+
+    num_tokens: int
+    next_ids: tuple[int, ...]
+    is_all: bool
+
+
+def _said(ids: tuple[int, ...], words: Words) -> _Said:
+    left = list(words)
+    num_tokens = 0
+    begun: tuple[int, ...] = ()  # of a phrase, at the end of the text
+    for token_id in ids:
+        begun = (*begun, token_id)
+        while begun and not any(one[: len(begun)] == begun for phrase in left for one in phrase):
+            begun = begun[1:]
+        for phrase in left:
+            if begun in phrase:
+                left.remove(phrase)
+                num_tokens += len(begun)
+                begun = ()
+                break
+    ways = (one[len(begun)] for phrase in left for one in phrase if one[: len(begun)] == begun)
+    return _Said(num_tokens + len(begun), tuple(dict.fromkeys(ways)), not left)
+
+
+def _total(running: Sequence[Beam], log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Scores of all that the beams could become, `[num_beams, vocab_size]`."""
+    total: NDArray[np.float32] = log_probs + np.array([beam.score for beam in running], np.float32)[:, None]
+    return total
+
+
+def _longer(running: Sequence[Beam], total: NDArray[np.float32], indices: NDArray[np.intp]) -> list[Beam]:
+    vocab_size = total.shape[1]
+    return [
+        Beam((*running[index // vocab_size].token_ids, index % vocab_size), float(total.flat[index]))
+        for index in indices.tolist()
+    ]
 
 
 def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.intp]:

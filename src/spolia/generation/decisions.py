@@ -1,19 +1,17 @@
 """Why a token came about: the likeliest candidates before and after each stage of the way from logits to the draw.
 
-    note("model") -> processor -> note(its name) -> processor -> note(its name) ... -> shadow of the built-in filters
+    note("model") -> processor -> note(its name) -> processor -> note(its name) ... -> filter -> note(its name) ...
 
-The notes are processors that change nothing, so an explained answer is the answer that it would be without.
+Notes change nothing, so an explained answer is the answer that it would be without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from spolia.generation.history import History
-from spolia.generation.processors.base import Logits, Processor, probabilities
+from spolia.generation.processors.candidates import Candidates, Scratch, Softmax, largest
 
 __all__ = ["DecisionLog", "Stage"]
 
@@ -39,57 +37,27 @@ class DecisionLog:
         num_candidates: how many of the likeliest tokens to keep of each stage.
     """
 
-    def __init__(self, num_candidates: int) -> None:
+    def __init__(self, num_candidates: int, vocab_size: int) -> None:
         self._num_candidates = num_candidates
+        self._scratch = Scratch(vocab_size)
         self._decisions: list[list[Stage]] = []
 
     @property
     def decisions(self) -> tuple[tuple[Stage, ...], ...]:
         return tuple(map(tuple, self._decisions))
 
-    def interleave(
-        self, processors: Iterable[tuple[str, Processor]], filters: Iterable[tuple[str, Processor]]
-    ) -> list[Processor]:
-        """The processors, with notes between them.
-
-        Args:
-            filters: those that the draw applies itself: what they would do is noted, and not done.
-        """
-        noted: list[Processor] = [_Note(self, "model")]
-        for name, processor in processors:
-            noted += [processor, _Note(self, name)]
-        return [*noted, _Shadow(self, list(filters))]
-
-    def note(self, name: str, row: Logits) -> None:
+    def note(self, name: str, candidates: Candidates) -> None:
+        """After a stage, or, as "model", before the first one of a token."""
         if name == "model":
             self._decisions.append([])
-        ids = np.flatnonzero(row > -np.inf)
+        ids, scores = candidates
         top: list[tuple[int, float]] = []
-        if len(ids):
-            p = probabilities(row[ids])
-            best = np.argsort(-p, kind="stable")[: self._num_candidates]
-            top = [(int(ids[index]), float(p[index])) for index in best]
-        self._decisions[-1].append(Stage(name, len(ids), tuple(top)))
-
-
-class _Note:
-    def __init__(self, log: DecisionLog, name: str) -> None:
-        self._log = log
-        self._name = name
-
-    def process(self, logits: Logits, rows: Sequence[History]) -> None:
-        self._log.note(self._name, logits[-1])
-
-
-class _Shadow:
-    """Notes what filters would do to a row, on a copy of it."""
-
-    def __init__(self, log: DecisionLog, filters: list[tuple[str, Processor]]) -> None:
-        self._log = log
-        self._filters = filters
-
-    def process(self, logits: Logits, rows: Sequence[History]) -> None:
-        copy = logits.copy()
-        for name, filter_ in self._filters:
-            filter_.process(copy, rows)
-            self._log.note(name, copy[-1])
+        if len(scores):
+            softmax = Softmax(scores, self._scratch)
+            best = largest(scores, self._num_candidates)
+            best = best[np.argsort(-scores[best], kind="stable")][: self._num_candidates]
+            top = [
+                (int(index if ids is None else ids[index]), float(softmax.weights[index]) / softmax.total)
+                for index in best
+            ]
+        self._decisions[-1].append(Stage(name, len(scores), tuple(top)))

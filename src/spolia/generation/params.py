@@ -63,6 +63,7 @@ _NUMBERS = {
     "dynatemp_exponent": (0.0, 100.0),
     "mirostat_eta": (0.0, 100.0),
     "dry_multiplier": (0.0, 1e4),
+    "guidance_scale": (-100.0, 100.0),
 }
 _POSITIVE = {
     "repetition_penalty": 100.0,
@@ -163,6 +164,9 @@ class SamplingParams:
         mirostat: 2 holds the surprise at `mirostat_tau` bits a token, learning at the rate `mirostat_eta`, in place of
             all other filters but the temperature; 0: does not.
         filter_order: names of filters in another order; those that are not named stay where they are.
+        guidance_scale: above 1, the answer is drawn towards what the prompt says and away from what the model would say
+            after `negative_prompt` alone: a second sequence runs beside it. 1: off.
+        negative_prompt: text or token ids; None: the prompt's last token.
         structured_outputs: the form that the answer must have, a `StructuredOutput` or a mapping with one of json (a
             schema), json_object, regex, choice, grammar; see there.
         watermark: settings of a `Watermark`: ratio, bias, key, context_width; {} for the usual ones.
@@ -242,6 +246,8 @@ class SamplingParams:
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
     filter_order: tuple[str, ...] = ()
+    guidance_scale: float = 1.0
+    negative_prompt: str | tuple[int, ...] | None = None
     structured_outputs: StructuredOutput | None = None
     watermark: Mapping[str, Any] | None = None
     remove_invalid_values: bool = False
@@ -292,6 +298,7 @@ class SamplingParams:
             self._set("prediction", token_ids("prediction", self.prediction))
         self._set("stop", strings("stop", self.stop, "a stop string"))
         self._set("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
+        self._check_guidance()
         self._check_bans()
         self._check_lists()
 
@@ -302,6 +309,19 @@ class SamplingParams:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    def _check_guidance(self) -> None:
+        if self.negative_prompt is None:
+            return
+        if self.guidance_scale == 1:
+            raise InvalidRequest(
+                "negative_prompt does nothing while guidance_scale is 1; set guidance_scale, 1.5 say, or leave it out",
+                param="negative_prompt",
+            )
+        if isinstance(self.negative_prompt, str):
+            strings("negative_prompt", self.negative_prompt, "a prompt")
+        else:
+            self._set("negative_prompt", token_ids("negative_prompt", self.negative_prompt, required=True))
 
     def _check_bans(self) -> None:
         self._set("bad_words", strings("bad_words", self.bad_words, "a bad word"))

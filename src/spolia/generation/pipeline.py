@@ -9,7 +9,6 @@ request without processors has no pipeline, and costs what it did before there w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -21,14 +20,16 @@ from spolia.generation.decisions import DecisionLog
 from spolia.generation.history import History
 from spolia.generation.params import FILTER_NAMES, SamplingParams
 from spolia.generation.processors import biases, filters, length, penalties
-from spolia.generation.processors.base import Logits, Processor
+from spolia.generation.processors.base import Filter, Logits, Processor
+from spolia.generation.processors.candidates import Candidates, Scratch
+from spolia.generation.processors.guidance import Guidance
 from spolia.generation.processors.own import own_processor
 from spolia.generation.processors.watermark import Watermark
 from spolia.generation.reasoning import ThinkingBudget
 from spolia.generation.structured import GrammarMask
 from spolia.generation.vocabulary import Vocabulary
 
-__all__ = ["FILTERS", "PROCESSORS", "Pipeline", "build_pipeline"]
+__all__ = ["FILTERS", "PROCESSORS", "Pipeline", "build_pipeline", "filters_of"]
 
 
 class Asked(NamedTuple):
@@ -40,6 +41,10 @@ class Asked(NamedTuple):
 
 
 Factory = Callable[[Asked], Processor | None]
+
+
+def _guidance(asked: Asked) -> Processor | None:
+    return Guidance(asked.params.guidance_scale) if asked.params.guidance_scale != 1 else None
 
 
 def _sequence_bias(asked: Asked) -> Processor | None:
@@ -88,14 +93,16 @@ def _dry(asked: Asked) -> Processor | None:
     if not params.dry_multiplier or not params.dry_penalty_last_n:
         return None
     vocabulary = asked.vocabulary
-    ids = [vocabulary.ids_containing(text) for text in params.dry_sequence_breakers]
+    breakers = np.zeros(vocabulary.size, np.bool_)
+    for text in params.dry_sequence_breakers:
+        breakers[vocabulary.ids_containing(text)] = True
     longer = [tuple(vocabulary.encode(text)) for text in params.dry_sequence_breakers]
     return penalties.Dry(
         params.dry_multiplier,
         params.dry_base,
         params.dry_allowed_length,
         None if params.dry_penalty_last_n < 0 else params.dry_penalty_last_n,
-        np.concatenate([np.empty(0, np.int32), *ids]),
+        breakers,
         [sequence for sequence in longer if len(sequence) > 1],
     )
 
@@ -170,6 +177,7 @@ def _thinking_budget(asked: Asked) -> Processor | None:
 
 PROCESSORS: dict[str, Factory] = {
     "remove_invalid_values": _remove_invalid,
+    "guidance_scale": _guidance,
     "sequence_bias": _sequence_bias,
     "logit_bias": _logit_bias,
     "encoder_repetition_penalty": _encoder_repetition_penalty,
@@ -192,14 +200,14 @@ PROCESSORS: dict[str, Factory] = {
 }
 
 
-def _temperature(params: SamplingParams) -> Processor | None:
+def _temperature(params: SamplingParams) -> Filter | None:
     if params.dynatemp_range:
         low = max(params.temperature - params.dynatemp_range, 0.0)
         return filters.DynamicTemperature(low, params.temperature + params.dynatemp_range, params.dynatemp_exponent)
     return filters.Temperature(params.temperature) if params.temperature != 1 else None
 
 
-FILTERS: dict[str, Callable[[SamplingParams], Processor | None]] = {
+FILTERS: dict[str, Callable[[SamplingParams], Filter | None]] = {
     "temperature": _temperature,
     "top_n_sigma": lambda p: filters.TopNSigma(p.top_n_sigma) if p.top_n_sigma > 0 else None,
     "top_h": lambda p: filters.TopH(p.top_h) if p.top_h else None,
@@ -216,29 +224,32 @@ _PLAIN_FILTERS = {"temperature", "top_k", "top_p", "min_p"}  # those that `Sampl
 
 
 class Pipeline:
-    """One sequence's processors, with their state.
+    """One sequence's processors and filters, with their state.
 
     Attributes:
-        draw_params: how to draw from what `process` leaves: the request's own, or, if the filters are part of the
-            pipeline, without any.
+        has_filters: the draw is from `candidates`; else it is by the request's own parameters, from the whole row.
+        guidance: wants the logits of another prompt before each token; None: there is none.
         log: notes of each decision, where asked for.
-        trouble: why no token can be drawn from the last row although the model had some: all were forbidden, or a
-            processor raised; None if one can.
+        trouble: why no token can be drawn from the last row: a processor raised, or left nothing; None if one can.
     """
 
     def __init__(
         self,
-        processors: Sequence[Processor],
-        draw_params: SamplingParams,
+        params: SamplingParams,
+        processors: Sequence[tuple[str, Processor]],
+        filters: Sequence[tuple[str, Filter]],
         vocab_size: int,
         form: GrammarMask | None,
-        log: DecisionLog | None = None,
     ) -> None:
         self._processors = processors
-        self.log = log
+        self._filters = filters
+        # Those that the draw has built in are here only to be explained.
+        self.has_filters = not _is_plain(params)
         self._form = form
         self._vocab_size = vocab_size
-        self.draw_params = draw_params
+        candidates = params.explain_candidates
+        self.log = None if candidates is None else DecisionLog(candidates, vocab_size)
+        self.guidance = next((it for _, it in processors if isinstance(it, Guidance)), None)
         self.trouble: str | None = None
         self._history: History | None = None
 
@@ -262,7 +273,7 @@ class Pipeline:
         return list(takewhile(lambda token_id: token_id < self._vocab_size, ids))  # an end may be none of the model's
 
     def process(self, logits: Logits, position: int) -> None:
-        """Change a row in place.
+        """Change a row in place; all but the filters.
 
         Args:
             logits: `[1, vocab_size]`.
@@ -272,20 +283,37 @@ class Pipeline:
         if history is None:
             raise Bug("a pipeline was asked to process before it was told what to follow")
         history.num_tokens = position
-        had_one = bool(np.isfinite(logits.max()))
         rows = (history,)
+        if self.log is not None:
+            self.log.note("model", Candidates.of(logits[0]))
         try:
-            for processor in self._processors:
+            for name, processor in self._processors:
                 processor.process(logits, rows)
+                if self.log is not None:
+                    self.log.note(name, Candidates.of(logits[0]))
         except Exception as error:  # a user's processor; what it did to this row is nobody else's concern
             logits[:] = -np.inf
             self.trouble = f"{type(processor).__name__} failed: {type(error).__name__}: {error}"
-            return
-        if had_one and not np.isfinite(logits.max()):
+
+    def note_nothing_left(self) -> None:
+        """All tokens of the row are forbidden."""
+        if self.trouble is None:
             self.trouble = (
                 "what this request forbids leaves no token to go on with; loosen its constraints (allowed_token_ids, "
                 "bad_words, min_tokens, ...)"
             )
+
+    def candidates(self, row: Logits, scratch: Scratch) -> Candidates:
+        """What the filters leave of a processed row, which has a finite best and is not changed."""
+        left = Candidates.of(row)
+        history = self._history
+        if history is None:
+            raise Bug("a pipeline was asked for candidates before it was told what to follow")
+        for name, filter_ in self._filters:
+            left = filter_.apply(left, history, scratch)
+            if self.log is not None:
+                self.log.note(name, left)
+        return left
 
 
 def build_pipeline(
@@ -319,30 +347,31 @@ def build_pipeline(
         named.append(("structured_outputs", form))
     if params.renormalize_logits:
         named.append(("renormalize_logits", filters.Renormalise()))
-    draw_params = params
-    plain: list[tuple[str, Processor]] = []
-    if not params.is_greedy:
-        ordered, is_plain = _filters(params)
-        if is_plain:
-            plain = ordered
-        else:
-            named += ordered
-            draw_params = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    if params.explain_candidates is not None:
-        log = DecisionLog(params.explain_candidates)
-        return Pipeline(log.interleave(named, plain), draw_params, vocabulary.size, form, log)
-    processors = [processor for _, processor in named]
-    return Pipeline(processors, draw_params, vocabulary.size, form) if processors else None
+    is_explained = params.explain_candidates is not None
+    chosen = [] if _is_plain(params) and (params.is_greedy or not is_explained) else filters_of(params)
+    if not named and not chosen and not is_explained:
+        return None
+    return Pipeline(params, named, chosen, vocabulary.size, form)
 
 
-def _filters(params: SamplingParams) -> tuple[list[tuple[str, Processor]], bool]:
-    """Filters in their order, and whether the draw has all of them built in, in that order."""
+def _made_filters(params: SamplingParams) -> dict[str, Filter]:
     names = ("temperature", "mirostat") if params.mirostat else FILTER_NAMES
-    made = {name: it for name in names if (it := FILTERS[name](params)) is not None}
+    return {name: it for name in names if (it := FILTERS[name](params)) is not None}
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether the draw has all filters built in, in their order."""
+    if params.is_greedy:
+        return True
+    return not params.dynatemp_range and not params.filter_order and _made_filters(params).keys() <= _PLAIN_FILTERS
+
+
+def filters_of(params: SamplingParams) -> list[tuple[str, Filter]]:
+    """Filters in their order."""
+    made = _made_filters(params)
     moved = iter([name for name in params.filter_order if name in made])
     ordered = [next(moved) if name in params.filter_order else name for name in made]
-    is_plain = made.keys() <= _PLAIN_FILTERS and not params.dynatemp_range and not params.filter_order
-    return [(name, made[name]) for name in ordered], is_plain
+    return [(name, made[name]) for name in ordered]
 
 
 def _check_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from spolia.generation.params import SamplingParams
 from spolia.generation.pipeline import Pipeline
+from spolia.generation.processors.candidates import Candidates, Scratch, most_likely
 from spolia.generation.uniform import uniform
 
 __all__ = ["RowSampling", "Sampler", "Samples", "TokenLogprobs"]
@@ -83,6 +84,7 @@ class Sampler:
         self._padded = np.full(max(num_columns * _NUM_SLICES, _BUCKET), -np.inf, np.float32)
         self._row = self._padded[:vocab_size]
         self._slices = self._padded[: num_columns * _NUM_SLICES].reshape(num_columns, _NUM_SLICES)
+        self._scratch = Scratch(vocab_size)
         self._weights = np.zeros(-(-vocab_size // _BUCKET) * _BUCKET, np.float32)
 
     def sample(self, logits: NDArray[np.float32], rows: Sequence[RowSampling]) -> Samples:
@@ -104,11 +106,14 @@ class Sampler:
             if row.pipeline is not None:
                 row.pipeline.process(logits[index : index + 1], row.position)
         best = self._argmax(logits)
-        is_finite = np.isfinite(logits[np.arange(len(rows)), best])
+        best_logits = logits[np.arange(len(rows)), best]
+        is_finite = np.isfinite(best_logits)
         token_ids: list[int | None] = [None] * len(rows)
         for index, (row, best_id) in enumerate(zip(rows, best.tolist(), strict=True)):
             if is_finite[index]:
-                token_ids[index] = best_id if row.params.is_greedy else self._draw(logits[index], best_id, row)
+                token_ids[index] = self._choose(logits[index], best_id, row)
+            elif row.pipeline is not None and best_logits[index] == -np.inf:  # a broken model's are no numbers
+                row.pipeline.note_nothing_left()
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         for index, (log_normaliser, top) in before.items():
             token_id = token_ids[index]
@@ -137,6 +142,26 @@ class Sampler:
         top = tuple((int(ids[i]), float(values[i]) - log_normaliser) for i in order)
         return log_normaliser, top
 
+    def _choose(self, logits: NDArray[np.float32], best_id: int, row: RowSampling) -> int:
+        if row.params.is_greedy:
+            return best_id
+        pipeline = row.pipeline
+        if pipeline is None or not (pipeline.has_filters or pipeline.log is not None):
+            return self._draw(logits, best_id, row)
+        candidates = pipeline.candidates(logits, self._scratch)
+        if not pipeline.has_filters:  # it was asked so that it could take its notes
+            return self._draw(logits, best_id, row)
+        return self._draw_candidate(candidates, uniform(row.seed, row.position))
+
+    def _draw_candidate(self, candidates: Candidates, u: float) -> int:
+        ids, scores = candidates
+        if ids is None:
+            np.subtract(scores, scores.max(), out=self._row)
+            return self._draw_from_all(u)
+        cumulative = np.cumsum(np.exp(scores - scores.max()), dtype=np.float64)
+        index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+        return int(ids[min(index, len(ids) - 1)])
+
     def _draw(self, logits: NDArray[np.float32], best_id: int, row: RowSampling) -> int:
         params = row.params
         u = uniform(row.seed, row.position)
@@ -157,11 +182,8 @@ class Sampler:
         else:
             return self._draw_from_all(u)
         if params.top_p < 1.0:
-            order = np.argsort(-weights, kind="stable")
-            cumulative = np.cumsum(weights[order])
-            num_kept = int(np.searchsorted(cumulative, params.top_p * total)) + 1
-            order = order[:num_kept]
-            ids, weights = ids[order], weights[order]
+            likely = most_likely(x[ids], params.top_p * total)
+            ids, weights = ids[likely], weights[likely]
         if params.min_p > 0.0:
             kept = weights >= params.min_p
             ids, weights = ids[kept], weights[kept]

@@ -289,6 +289,12 @@ class Answer:
             },
         }
 
+    def take(self, choice: int, output: RequestOutput) -> None:
+        """An output that came about without a stream of its own."""
+        self.outputs[choice] = output
+        self._served.metrics.observe(output)
+        self._log(output)
+
     def _note(self, choice: int, delta: Delta) -> Delta:
         """Measure a delta on its way to the client, and log the last one; what the client is to see of it."""
         if delta.output is not None and delta.output.finish_reason == "abort" and self._is_out_of_time:

@@ -15,6 +15,7 @@ from spolia.errors import InvalidRequest
 from spolia.generation import ReasoningSplitter
 from spolia.models import Model, Tokenizer
 from spolia.server.answer import Answer
+from spolia.server.beams import beam_params, respond_with_beams
 from spolia.server.body import read_body
 from spolia.server.cache_control import last_mark, wish_up_to
 from spolia.server.canonical import canonical
@@ -114,6 +115,18 @@ class ChatEndpoint:
                 ),
             )
             ids = turn.prompt_ids
+        beams = beam_params(body, model.tokenizer)
+        if beams is not None:
+            return await respond_with_beams(
+                request,
+                "chatcmpl",
+                served,
+                [ids],
+                beams,
+                lambda answer: _ChatRendering(body, answer, model.tokenizer, None, _thoughts(body, model, ids)),
+                cache_salt=body.cache_salt or "",
+                max_waiting=self._config.max_waiting,
+            )
         params = await params_of_choices(body, served.engine)
         answer = Answer.submit(
             "chatcmpl",
@@ -199,7 +212,7 @@ class _ChatRendering:
         reply = ChatReply(answer.id, answer.created, answer.model, choices, usage=extras.usage, spolia=extras.spolia)
         reply.system_fingerprint = answer.fingerprint
         if self._with_prompt_logprobs:
-            reply.prompt_logprobs = prompt_logprobs(outputs[0], self._tokenizer)
+            reply.prompt_logprobs = prompt_logprobs(outputs[0].prompt_logprobs, self._tokenizer)
         return reply
 
     def chunk(self, choice: int, delta: Delta) -> ChatChunk | None:
@@ -216,7 +229,12 @@ class _ChatRendering:
         if delta.output is not None:
             part.finish_reason = self._finish_reason(choice, delta.output)
             part.stop_reason = delta.output.stop_reason
-        return None if part == ChatChunkChoice(choice, ChatDelta()) else self._chunk([part])
+        if part == ChatChunkChoice(choice, ChatDelta()):
+            return None
+        chunk = self._chunk([part])
+        if delta.prompt_logprobs is not None and choice == 0:  # all choices have one prompt
+            chunk.prompt_logprobs = prompt_logprobs(delta.prompt_logprobs, self._tokenizer)
+        return chunk
 
     def closing(self, extras: Extras) -> ChatChunk:
         return self._chunk([], extras)

@@ -12,6 +12,7 @@ from spolia.engine import Delta, RequestOutput, TokenLogprobs
 from spolia.errors import InvalidRequest
 from spolia.models import Tokenizer
 from spolia.server.answer import Answer
+from spolia.server.beams import beam_params, respond_with_beams
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.encoding import encode, params_of_choices
@@ -48,6 +49,21 @@ class CompletionEndpoint:
             ids = [infill_ids(tokenizer, prompt, body.suffix) for prompt in asked]
         else:
             ids = [await encode(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in asked]
+        echoes = [""] * len(asked)
+        if body.echo:
+            echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in asked]
+        beams = beam_params(body, tokenizer)
+        if beams is not None:
+            return await respond_with_beams(
+                request,
+                "cmpl",
+                served,
+                ids,
+                beams,
+                lambda answer: _CompletionRendering(body, answer, tokenizer, echoes),
+                cache_salt=body.cache_salt or "",
+                max_waiting=self._config.max_waiting,
+            )
         answer = Answer.submit(
             "cmpl",
             served,
@@ -58,9 +74,6 @@ class CompletionEndpoint:
             wishes=body.wishes(),
             turn=turn,
         )
-        echoes = [""] * len(asked)
-        if body.echo:
-            echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in asked]
         return await respond(request, body, answer, _CompletionRendering(body, answer, tokenizer, echoes))
 
 
@@ -76,6 +89,7 @@ class _CompletionRendering:
         self._echoes = [echo for echo in echoes for _ in range(body.num_choices)]
         self._with_ids = bool(body.return_token_ids)
         self._with_prompt_logprobs = body.prompt_logprobs is not None
+        self._with_logprobs = body.logprobs is not None
         self._offsets: dict[int, int] = {}  # by choice that has begun: characters its tokens have had so far
 
     def whole(self, outputs: Sequence[RequestOutput], extras: Extras) -> CompletionReply:
@@ -83,12 +97,14 @@ class _CompletionRendering:
             CompletionChoice(
                 index=index,
                 text=self._echoes[index] + output.text,
-                logprobs=None if output.logprobs is None else self._all_logprobs(index, output),
+                logprobs=self._all_logprobs(index, output),
                 finish_reason=output.finish_reason,
                 stop_reason=output.stop_reason,
                 token_ids=list(output.token_ids) if self._with_ids else UNSET,
                 prompt_token_ids=list(output.prompt_token_ids) if self._with_ids else UNSET,
-                prompt_logprobs=prompt_logprobs(output, self._tokenizer) if self._with_prompt_logprobs else UNSET,
+                prompt_logprobs=(
+                    prompt_logprobs(output.prompt_logprobs, self._tokenizer) if self._with_prompt_logprobs else UNSET
+                ),
             )
             for index, output in enumerate(outputs)
         ]
@@ -103,8 +119,13 @@ class _CompletionRendering:
             part.text = self._echoes[choice] + delta.text
             if self._with_ids:
                 part.prompt_token_ids = self._answer.prompt_token_ids(choice)
+            if delta.prompt_logprobs is not None and self._with_prompt_logprobs:
+                part.prompt_logprobs = prompt_logprobs(delta.prompt_logprobs, self._tokenizer)
+            first_id = self._answer.prompt_token_ids(choice)[0]
+            part.logprobs = self._echoed_logprobs(choice, first_id, delta.prompt_logprobs)
         if delta.logprobs:
-            part.logprobs = self._logprobs(choice, delta.logprobs)
+            more = self._logprobs(choice, delta.logprobs)
+            part.logprobs = more if part.logprobs is None else part.logprobs + more
         if self._with_ids:
             part.token_ids = list(delta.token_ids)
         if delta.output is not None:
@@ -121,16 +142,23 @@ class _CompletionRendering:
             answer.id, answer.created, answer.model, choices, usage=extras.usage, spolia=extras.spolia
         )
 
-    def _all_logprobs(self, choice: int, output: RequestOutput) -> CompletionLogprobs:
+    def _all_logprobs(self, choice: int, output: RequestOutput) -> CompletionLogprobs | None:
         """Those of the answer, after those of the prompt if it is echoed."""
-        if not self._echoes[choice] or output.prompt_logprobs is None:
-            return self._logprobs(choice, output.logprobs or ())
-        first = self._tokenizer.token_text(output.prompt_token_ids[0])
+        if output.logprobs is None:
+            return None
+        echoed = self._echoed_logprobs(choice, output.prompt_token_ids[0], output.prompt_logprobs)
+        answered = self._logprobs(choice, output.logprobs)
+        return answered if echoed is None else echoed + answered
+
+    def _echoed_logprobs(
+        self, choice: int, first_id: int, prompt: Sequence[TokenLogprobs] | None
+    ) -> CompletionLogprobs | None:
+        """Those of the prompt, if it is echoed and log-probabilities were asked for; its first token has none."""
+        if not self._echoes[choice] or prompt is None or not self._with_logprobs:
+            return None
+        first = self._tokenizer.token_text(first_id)
         self._offsets[choice] = len(first)
-        rest = self._logprobs(choice, [*output.prompt_logprobs, *(output.logprobs or ())])
-        return CompletionLogprobs(
-            [first, *rest.tokens], [None, *rest.token_logprobs], [None, *rest.top_logprobs], [0, *rest.text_offset]
-        )
+        return CompletionLogprobs([first], [None], [None], [0]) + self._logprobs(choice, prompt)
 
     def _logprobs(self, choice: int, tokens: Sequence[TokenLogprobs]) -> CompletionLogprobs:
         text = self._tokenizer.token_text

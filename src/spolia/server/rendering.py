@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spolia.engine import Delta, RequestOutput
+from spolia.engine import Delta, RequestOutput, TokenLogprobs
 from spolia.errors import SpoliaError
 from spolia.models import Tokenizer
 from spolia.server.answer import Answer
@@ -44,10 +44,12 @@ class Rendering(Protocol):
         """The last chunk, which has no choice."""
 
 
-def prompt_logprobs(output: RequestOutput, tokenizer: Tokenizer) -> list[dict[str, PromptLogprob] | None]:
+def prompt_logprobs(
+    tokens: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer
+) -> list[dict[str, PromptLogprob] | None]:
     """A prompt's log-probabilities as vLLM has them: per token, the likeliest ones and itself, by id."""
     rows: list[dict[str, PromptLogprob] | None] = [None]
-    for token in output.prompt_logprobs or ():
+    for token in tokens or ():
         named = {**dict(token.top), token.token_id: token.logprob}
         rows.append({str(id_): PromptLogprob(p, tokenizer.token_text(id_)) for id_, p in named.items()})
     return rows
@@ -93,7 +95,13 @@ async def _events(body: SamplingRequest, answer: Answer, rendering: Rendering) -
     try:
         async for choice, delta in answer.deltas():
             # A token that only began a character has nothing to show, unless its id or its logprob was asked for.
-            if delta.text or delta.logprobs or delta.output is not None or with_ids:
+            if (
+                delta.text
+                or delta.logprobs
+                or delta.output is not None
+                or with_ids
+                or delta.prompt_logprobs is not None
+            ):
                 chunk = rendering.chunk(choice, delta)
                 if chunk is not None:
                     yield b"data: %b\n\n" % encode(chunk)

@@ -101,6 +101,15 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
+    def __add__(self, later: CompletionLogprobs) -> CompletionLogprobs:
+        """Both, one after the other."""
+        return CompletionLogprobs(
+            self.tokens + later.tokens,
+            self.token_logprobs + later.token_logprobs,
+            self.top_logprobs + later.top_logprobs,
+            self.text_offset + later.text_offset,
+        )
+
 
 class PromptLogprob(msgspec.Struct, frozen=True):
     logprob: float
@@ -228,6 +237,7 @@ class ChatChunk(msgspec.Struct):
     object: str = "chat.completion.chunk"
     usage: Usage | UnsetType = UNSET
     spolia: dict[str, Any] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
 
 class ModelCard(msgspec.Struct):

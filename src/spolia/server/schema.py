@@ -35,11 +35,11 @@ __all__ = [
 # Values under which a field that is not supported changes nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
+    "dola_layers": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "length_penalty": (1,),
     "modalities": (["text"],),
-    "use_beam_search": (False,),
+    "penalty_alpha": (0,),
 }
 
 
@@ -81,9 +81,24 @@ class SamplingRequest(SamplingFields, kw_only=True):
     audio: Any = None
     function_call: Any = None
     functions: Any = None
-    length_penalty: Any = None
     modalities: Any = None
-    use_beam_search: Any = None
+    dola_layers: Any = None
+    penalty_alpha: Any = None
+
+    # Beams; see `beams`.
+    use_beam_search: bool | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    do_sample: bool | None = None
+    num_beam_groups: int | None = None
+    diversity_penalty: float | None = None
+    force_words: list[str] | None = None
+    force_words_ids: list[list[int]] | None = None
+
+    @property
+    def wants_beams(self) -> bool:
+        return bool(self.use_beam_search) or (self.num_beams is not None and self.num_beams != 1)
 
     @property
     def num_candidates(self) -> int:
@@ -151,10 +166,8 @@ class SamplingRequest(SamplingFields, kw_only=True):
             raise InvalidRequest(
                 f"best_of is {self.best_of}; allowed are n ({self.num_choices}) to 64", param="best_of"
             )
-        if self.stream and self.num_candidates > self.num_choices:
+        if self.stream and self.num_candidates > self.num_choices and not self.wants_beams:
             raise InvalidRequest("best_of does not stream: the best is known at the end", param="best_of")
-        if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs do not stream; leave out stream", param="prompt_logprobs")
         if self.session is not None and self.num_choices != 1:
             raise InvalidRequest(f"n is {self.n}; a session has one answer a turn", param="n")
         if self.stream_options is not None and not self.stream:
@@ -176,13 +189,6 @@ class CompletionRequest(SamplingRequest, kw_only=True):
         if self.echo and self.logprobs is not None:
             params = replace(params, prompt_logprobs=max(self.logprobs, params.prompt_logprobs or 0))
         return params
-
-    def check(self) -> None:
-        SamplingRequest.check(self)
-        if self.stream and self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo with logprobs does not stream: the prompt's come when all of it is computed", param="echo"
-            )
 
 
 class ChatRequest(SamplingRequest, kw_only=True):

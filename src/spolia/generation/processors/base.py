@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.generation.history import History
+from spolia.generation.processors.candidates import Candidates, Scratch, Softmax
 
-__all__ = ["Filter", "Logits", "Processor", "probabilities"]
+__all__ = ["Filter", "Logits", "Processor"]
 
 Logits = NDArray[np.float32]
 
@@ -33,32 +34,15 @@ class Processor(Protocol):
 
 
 class Filter:
-    """A processor that removes tokens which have become too unlikely, or rescales the others.
+    """Removes tokens which have become too unlikely, or rescales the others.
 
-    A subclass sees only the tokens that are left: after the first filter these are few, whatever the vocabulary.
+    It sees only the tokens that are left: after the first filter these are few, whatever the vocabulary.
     """
 
-    def process(self, logits: Logits, rows: Sequence[History]) -> None:
-        for row, history in zip(logits, rows, strict=True):
-            alive = row > -np.inf
-            if alive.all():
-                np.copyto(row, -np.inf, where=~self.keep(row, history))
-                continue
-            ids = np.flatnonzero(alive)
-            if len(ids):
-                row[ids[~self.keep(row[ids], history)]] = -np.inf
+    def apply(self, candidates: Candidates, history: History, scratch: Scratch) -> Candidates:
+        """What is left of `candidates`, which is not written to; at least one."""
+        return candidates.at(self.keep(Softmax(candidates.scores, scratch), history))
 
-    def keep(self, scores: Logits, history: History) -> NDArray[np.bool_]:
-        """Which of the tokens that are left stay; at least one.
-
-        Args:
-            scores: finite, `[num_left]`, in the order of their ids. Not to be written to.
-        """
+    def keep(self, softmax: Softmax, history: History) -> NDArray[np.intp]:
+        """Ascending indices of those that stay; at least one."""
         raise NotImplementedError
-
-
-def probabilities(scores: Logits) -> NDArray[np.float32]:
-    """Softmax. Exponentials in single precision, which is several times faster; their sum in double."""
-    weights: NDArray[np.float32] = np.exp(scores - scores.max())
-    weights /= np.float32(weights.sum(dtype=np.float64))
-    return weights

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spolia.generation.history import History
-from spolia.generation.processors.base import Filter, Logits, probabilities
+from spolia.generation.processors.base import Filter, Logits
+from spolia.generation.processors.candidates import Candidates, Scratch, Softmax, largest
 
 __all__ = [
     "DynamicTemperature",
@@ -29,11 +29,11 @@ __all__ = [
     "Xtc",
 ]
 
-Kept = NDArray[np.bool_]
+Kept = NDArray[np.intp]
 _TOP_H_TOKENS = 100
 _XTC = 1  # the purpose of its draws
-_BITS = 1 / math.log(2)
-_NUM_BINS, _BINS_PER_UNIT = 4_096, 64
+_LOG_2 = math.log(2)
+_LOWEST = np.finfo(np.float32).min
 
 
 class RemoveInvalid:
@@ -44,17 +44,18 @@ class RemoveInvalid:
         np.nan_to_num(logits, copy=False, nan=0.0, posinf=largest, neginf=-np.inf)
 
 
-class Temperature:
+class Temperature(Filter):
     """Divide all logits: below 1 the likely become likelier."""
 
     def __init__(self, temperature: float) -> None:
         self._temperature = np.float32(temperature)
 
-    def process(self, logits: Logits, rows: Sequence[History]) -> None:
-        np.divide(logits, self._temperature, out=logits)
+    def apply(self, candidates: Candidates, history: History, scratch: Scratch) -> Candidates:
+        scores = candidates.scores / self._temperature
+        return candidates._replace(scores=np.maximum(scores, _LOWEST, out=scores))  # none overflows to "forbidden"
 
 
-class DynamicTemperature:
+class DynamicTemperature(Filter):
     """A temperature between two, by how sure the model is: the surer, the lower.
 
     temperature = low + (high - low) * (entropy / largest possible entropy) ** exponent
@@ -67,13 +68,13 @@ class DynamicTemperature:
         self._high = high
         self._exponent = exponent
 
-    def process(self, logits: Logits, rows: Sequence[History]) -> None:
-        for row in logits:
-            scores = row[row > -np.inf]
-            if len(scores) > 1:
-                share = min(max(_entropy(probabilities(scores), scores) / math.log(len(scores)), 0.0), 1.0)
-                temperature = self._low + (self._high - self._low) * share**self._exponent
-                np.divide(row, np.float32(max(temperature, 1e-5)), out=row)
+    def apply(self, candidates: Candidates, history: History, scratch: Scratch) -> Candidates:
+        scores = candidates.scores
+        if len(scores) == 1:
+            return candidates
+        share = min(max(Softmax(scores, scratch).entropy / math.log(len(scores)), 0.0), 1.0)
+        temperature = self._low + (self._high - self._low) * share**self._exponent
+        return candidates._replace(scores=scores / np.float32(max(temperature, 1e-5)))
 
 
 class TopK(Filter):
@@ -82,11 +83,8 @@ class TopK(Filter):
     def __init__(self, k: int) -> None:
         self._k = k
 
-    def keep(self, scores: Logits, history: History) -> Kept:
-        if self._k >= len(scores):
-            return np.ones(len(scores), np.bool_)
-        kept: Kept = scores >= np.partition(scores, -self._k)[-self._k]
-        return kept
+    def keep(self, softmax: Softmax, history: History) -> Kept:
+        return largest(softmax.scores, self._k)
 
 
 class TopP(Filter):
@@ -95,10 +93,8 @@ class TopP(Filter):
     def __init__(self, p: float) -> None:
         self._p = p
 
-    def keep(self, scores: Logits, history: History) -> Kept:
-        kept = np.zeros(len(scores), np.bool_)
-        kept[_first_with_mass(-scores, probabilities(scores), self._p)] = True
-        return kept
+    def keep(self, softmax: Softmax, history: History) -> Kept:
+        return softmax.likeliest(self._p)
 
 
 class MinP(Filter):
@@ -107,9 +103,8 @@ class MinP(Filter):
     def __init__(self, p: float) -> None:
         self._p = p
 
-    def keep(self, scores: Logits, history: History) -> Kept:
-        kept: Kept = scores >= scores.max() + np.float32(math.log(self._p))
-        return kept
+    def keep(self, softmax: Softmax, history: History) -> Kept:
+        return softmax.at_least(math.log(self._p))
 
 
 class TopNSigma(Filter):
@@ -121,9 +116,8 @@ class TopNSigma(Filter):
     def __init__(self, n: float) -> None:
         self._n = n
 
-    def keep(self, scores: Logits, history: History) -> Kept:
-        kept: Kept = scores >= scores.max() - np.float32(self._n * scores.std(dtype=np.float64))
-        return kept
+    def keep(self, softmax: Softmax, history: History) -> Kept:
+        return softmax.at_least(-self._n * softmax.deviation)
 
 
 class TopH(Filter):
@@ -135,18 +129,17 @@ class TopH(Filter):
     def __init__(self, h: float) -> None:
         self._h = h
 
-    def keep(self, scores: Logits, history: History) -> Kept:
-        best = np.arange(len(scores))
-        if len(scores) > _TOP_H_TOKENS:
-            best = np.sort(np.argpartition(scores, -_TOP_H_TOKENS)[-_TOP_H_TOKENS:])
-        order = best[np.argsort(-scores[best], kind="stable")]
-        p = probabilities(scores[order]).astype(np.float64)
-        terms = -p * _log(p, scores[order])
+    def keep(self, softmax: Softmax, history: History) -> Kept:
+        best = largest(softmax.scores, _TOP_H_TOKENS)
+        scores = softmax.scores[best].astype(np.float64)
+        order = np.argsort(-scores, kind="stable")[:_TOP_H_TOKENS]
+        shifted = scores[order] - scores[order[0]]
+        weights = np.exp(shifted)
+        total = weights.sum()
+        terms = weights / total * (math.log(total) - shifted)
         chosen = np.cumsum(terms) <= self._h * terms.sum()
         chosen[0] = True
-        kept = np.zeros(len(scores), np.bool_)
-        kept[order[chosen]] = True
-        return kept
+        return np.sort(best[order[chosen]])
 
 
 class Typical(Filter):
@@ -158,13 +151,8 @@ class Typical(Filter):
     def __init__(self, p: float) -> None:
         self._p = p
 
-    def keep(self, scores: Logits, history: History) -> Kept:
-        p = probabilities(scores)
-        surprise = -_log(p, scores)
-        shift = np.abs(surprise - np.float32(_entropy(p, scores)))
-        chosen = _first_with_mass(shift, p, self._p)
-        kept: Kept = shift <= shift[chosen[-1]]
-        return kept
+    def keep(self, softmax: Softmax, history: History) -> Kept:
+        return softmax.nearest(softmax.entropy, self._p)
 
 
 class Epsilon(Filter):
@@ -176,9 +164,8 @@ class Epsilon(Filter):
     def __init__(self, epsilon: float) -> None:
         self._epsilon = epsilon
 
-    def keep(self, scores: Logits, history: History) -> Kept:
-        kept: Kept = (probabilities(scores) >= self._epsilon) | (scores == scores.max())
-        return kept
+    def keep(self, softmax: Softmax, history: History) -> Kept:
+        return softmax.at_least(math.log(self._epsilon * softmax.total))
 
 
 class Eta(Filter):
@@ -190,11 +177,9 @@ class Eta(Filter):
     def __init__(self, epsilon: float) -> None:
         self._epsilon = epsilon
 
-    def keep(self, scores: Logits, history: History) -> Kept:
-        p = probabilities(scores)
-        eta = min(self._epsilon, math.sqrt(self._epsilon) * math.exp(-_entropy(p, scores)))
-        kept: Kept = (p >= eta) | (scores == scores.max())
-        return kept
+    def keep(self, softmax: Softmax, history: History) -> Kept:
+        eta = min(self._epsilon, math.sqrt(self._epsilon) * math.exp(-softmax.entropy))
+        return softmax.at_least(math.log(eta * softmax.total))
 
 
 class Xtc(Filter):
@@ -211,15 +196,19 @@ class Xtc(Filter):
         self._probability = probability
         self._threshold = threshold
 
-    def keep(self, scores: Logits, history: History) -> Kept:
-        kept = np.ones(len(scores), np.bool_)
-        if history.uniform(_XTC) < self._probability:
-            p = probabilities(scores)
-            top = np.flatnonzero(p >= self._threshold)
-            if len(top) > 1:
-                kept[top] = False
-                kept[top[np.argmin(p[top])]] = True
-        return kept
+    def apply(self, candidates: Candidates, history: History, scratch: Scratch) -> Candidates:
+        if history.uniform(_XTC) >= self._probability:
+            return candidates
+        return super().apply(candidates, history, scratch)
+
+    def keep(self, softmax: Softmax, history: History) -> Kept:
+        weights = softmax.weights
+        top = np.flatnonzero(weights >= np.float32(self._threshold * softmax.total))
+        kept = np.ones(len(weights), np.bool_)
+        if len(top) > 1:
+            kept[top] = False
+            kept[top[np.argmin(weights[top])]] = True
+        return np.flatnonzero(kept)
 
 
 class Mirostat(Filter):
@@ -234,29 +223,25 @@ class Mirostat(Filter):
         self._tau = tau
         self._eta = eta
         self._limit = 2 * tau
-        self._offered: tuple[int, NDArray[np.intp], NDArray[np.float32]] | None = None
+        self._offered: tuple[int, Candidates] | None = None
 
-    def process(self, logits: Logits, rows: Sequence[History]) -> None:
-        (row,), (history,) = logits, rows
-        self._learn(history)
-        ids = np.flatnonzero(row > -np.inf)
-        scores = row[ids]
-        kept = self.keep(scores, history)
-        row[ids[~kept]] = -np.inf
-        self._offered = history.num_tokens, ids[kept], probabilities(scores[kept])
-
-    def keep(self, scores: Logits, history: History) -> Kept:
-        p = probabilities(scores)
-        kept: Kept = (-_log(p, scores) * _BITS <= self._limit) | (scores == scores.max())
+    def apply(self, candidates: Candidates, history: History, scratch: Scratch) -> Candidates:
+        self._learn(history, scratch)
+        kept = super().apply(candidates, history, scratch)
+        self._offered = history.num_tokens, kept
         return kept
 
-    def _learn(self, history: History) -> None:
+    def keep(self, softmax: Softmax, history: History) -> Kept:
+        return softmax.at_least(math.log(softmax.total) - self._limit * _LOG_2)
+
+    def _learn(self, history: History, scratch: Scratch) -> None:
         if self._offered is None or self._offered[0] >= history.num_tokens:
             return
-        position, ids, p = self._offered
+        position, (ids, scores) = self._offered
         drawn = np.flatnonzero(ids == history.buffer[position])
         if len(drawn):
-            surprise = -math.log2(max(float(p[drawn[0]]), 1e-30))
+            softmax = Softmax(scores, scratch)
+            surprise = (math.log(softmax.total) - float(softmax.shifted[drawn[0]])) / _LOG_2
             self._limit -= self._eta * (surprise - self._tau)
 
 
@@ -268,30 +253,3 @@ class Renormalise:
             best = float(row.max())
             total = math.log(np.exp(row.astype(np.float64) - best).sum())
             row -= np.float32(best + total)
-
-
-def _log(p: NDArray[Any], scores: Logits) -> Logits:
-    """log(p), by the scores, which do not underflow."""
-    best = int(scores.argmax())
-    logarithm: Logits = scores - (scores[best] - np.float32(math.log(p[best])))
-    return logarithm
-
-
-def _entropy(p: NDArray[np.float32], scores: Logits) -> float:
-    return -float((p * _log(p, scores)).sum(dtype=np.float64))
-
-
-def _first_with_mass(keys: Logits, weights: NDArray[np.float32], mass: float) -> NDArray[np.intp]:
-    """The fewest indices, in ascending order of key, whose weights reach `mass`; at least one.
-
-    Sorting a whole vocabulary would take longer than the model does. So keys are put into narrow bins, and only the bin
-    in which the mass is reached is sorted. The last index has the largest key.
-    """
-    bins = np.minimum((keys - keys.min()) * np.float32(_BINS_PER_UNIT), _NUM_BINS - 1).astype(np.intp)
-    masses = np.bincount(bins, weights=weights)
-    edge = min(int(np.searchsorted(np.cumsum(masses), mass)), len(masses) - 1)
-    below, within = np.flatnonzero(bins < edge), np.flatnonzero(bins == edge)
-    within = within[np.argsort(keys[within], kind="stable")]
-    reached = masses[:edge].sum() + np.cumsum(weights[within], dtype=np.float64)
-    num_kept = int(np.searchsorted(reached, mass)) + 1
-    return np.concatenate([below, within[:num_kept]])

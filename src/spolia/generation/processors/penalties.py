@@ -120,7 +120,7 @@ class Dry:
     Args:
         allowed_length: shorter repetitions are free.
         last_n: look at this many tokens, prompt included; None: all.
-        breaker_ids: tokens that end a passage.
+        breakers: bool `[vocab_size]`, whether a token ends a passage.
         breaker_sequences: sequences of several tokens that do.
 
     Source: p-e-w's proposal in text-generation-webui (pull request 5677), and its form in llama.cpp.
@@ -132,14 +132,14 @@ class Dry:
         base: float,
         allowed_length: int,
         last_n: int | None,
-        breaker_ids: Ids,
+        breakers: NDArray[np.bool_],
         breaker_sequences: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self.multiplier = multiplier
         self.base = base
         self.allowed_length = allowed_length
         self.last_n = last_n
-        self.breaker_ids = np.sort(breaker_ids)
+        self.breakers = breakers
         self.breaker_sequences = breaker_sequences
         self._largest_exponent = int(np.log(1e30) / np.log(base)) if base > 1 else 10**6
 
@@ -171,7 +171,7 @@ class Dry:
             lengths[growing] += 1
         long_enough = lengths >= self.allowed_length
         next_ids, lengths = ids[ends[long_enough] + 1], lengths[long_enough]
-        ordinary = ~np.isin(next_ids, self.breaker_ids)
+        ordinary = ~self.breakers[next_ids]
         next_ids, lengths = next_ids[ordinary], lengths[ordinary]
         if not len(next_ids):
             return nothing
@@ -183,7 +183,7 @@ class Dry:
     def _num_since_breaker(self, ids: Ids) -> int:
         """How many tokens at the end hold no breaker."""
         since = len(ids)
-        found = np.flatnonzero(np.isin(ids, self.breaker_ids))
+        found = np.flatnonzero(self.breakers[ids])
         if len(found):
             since = len(ids) - 1 - int(found[-1])
         for sequence in self.breaker_sequences:

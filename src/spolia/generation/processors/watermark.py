@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spolia.generation.history import History
 from spolia.generation.processors.base import Logits
+from spolia.generation.uniform import MIX_1, MIX_2, mix
 
 __all__ = ["Watermark", "WatermarkDetector", "WatermarkResult"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
+_CHUNK = 16_384
 
 
 class Watermark:
@@ -39,20 +42,31 @@ class Watermark:
         self._limit = np.uint64(min(int(ratio * 2**64), _MASK))
 
     def process(self, logits: Logits, rows: Sequence[History]) -> None:
-        candidates = np.arange(logits.shape[1], dtype=np.uint64)
+        spread = _spread(logits.shape[1])
+        mask = np.empty(_CHUNK, np.bool_)
+        scratch = np.empty((2, _CHUNK), np.uint64)
+        bias = np.empty(_CHUNK, np.float32)
         for row, history in zip(logits, rows, strict=True):
-            if history.num_tokens >= self.context_width:
-                row[self._is_green(history.ids[-self.context_width :], candidates)] += self.bias
+            if history.num_tokens < self.context_width:
+                continue
+            state = self._state(history.ids[-self.context_width :])
+            for start in range(0, len(row), _CHUNK):  # each pass over a piece that stays in the core's cache
+                part = row[start : start + _CHUNK]
+                size = len(part)
+                green = _below(spread[start : start + size], state, self._limit, scratch[:, :size], mask[:size])
+                part += np.multiply(green, self.bias, out=bias[:size])
 
     def is_green(self, context: Sequence[int] | NDArray[np.int32], token_id: int) -> bool:
         """Whether a token is favoured after a context, of which the last `context_width` count."""
-        return bool(self._is_green(np.asarray(context)[-self.context_width :], np.array([token_id], np.uint64))[0])
+        state = self._state(np.asarray(context)[-self.context_width :])
+        return mix((token_id + 1) * _GOLDEN & _MASK ^ state) < int(self._limit)
 
-    def _is_green(self, context: NDArray[np.int32], candidates: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    def _state(self, context: NDArray[np.int32]) -> int:
+        """What the context and the key make of the hash."""
         state = self.key & _MASK
         for token_id in context.tolist():
-            state = int(_mix(np.array([(state + (token_id + 1) * _GOLDEN) & _MASK], np.uint64))[0])
-        return _mix((candidates + np.uint64(1)) * np.uint64(_GOLDEN) ^ np.uint64(state)) < self._limit
+            state = mix((state + (token_id + 1) * _GOLDEN) & _MASK)
+        return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +106,23 @@ class WatermarkDetector:
         return WatermarkResult(len(grams), num_green, z, math.erfc(z / math.sqrt(2)) / 2)
 
 
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser, on arrays; see `uniform`."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+@lru_cache(maxsize=4)
+def _spread(vocab_size: int) -> NDArray[np.uint64]:
+    """What the hash of each token begins with, whatever the context: the mix's first shift is linear."""
+    ids = (np.arange(vocab_size, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    return ids ^ (ids >> np.uint64(30))
+
+
+def _below(
+    spread: NDArray[np.uint64], state: int, limit: np.uint64, scratch: NDArray[np.uint64], out: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """`mix(hash ^ state) < limit` of each token, on arrays."""
+    z, shifted = scratch
+    np.bitwise_xor(spread, np.uint64(state ^ (state >> 30)), out=z)
+    np.multiply(z, np.uint64(MIX_1), out=z)
+    np.bitwise_xor(z, np.right_shift(z, np.uint64(27), out=shifted), out=z)
+    np.multiply(z, np.uint64(MIX_2), out=z)
+    if int(limit) % 2**33:  # else the upper 31 bits decide, which the last shift leaves as they are
+        np.bitwise_xor(z, np.right_shift(z, np.uint64(31), out=shifted), out=z)
+    np.less(z, limit, out=out)
+    return out
