@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 import shutil
 import subprocess
+import sys
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from server.harness import chatty_engine, serving
+from spolia.cli.app import app
 from spolia.server import read_keys
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -86,6 +92,33 @@ def test_evictions_are_counted():
 
 def test_the_example_of_a_key_file_is_one():
     assert [key.tenant for key in read_keys(DEPLOY / "keys.example.toml")] == ["alice", "operator"]
+
+
+def test_the_container_is_set_by_variables_that_are_settings(monkeypatch: pytest.MonkeyPatch):
+    said = (DEPLOY / "Containerfile").read_text()
+    (line,) = re.findall(r"^ENV (.*)$", said, re.MULTILINE)
+    variables = dict(pair.split("=", 1) for pair in line.split())
+    assert set(variables) == {"SPOLIA_CACHE", "SPOLIA_HOST", "SPOLIA_MODELS", "SPOLIA_LOG_FORMAT"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    shown = CliRunner().invoke(app, ["config", "show", "--json"], catch_exceptions=False)
+    origins = [setting["from"] for setting in json.loads(shown.stdout).values()]
+    assert {origin.removeprefix("environment ") for origin in origins} == {*variables, "default"} - {"SPOLIA_CACHE"}
+    assert json.loads(re.findall(r"^ENTRYPOINT (.*)$", said, re.MULTILINE)[0]) == ["spolia"]
+    assert json.loads(re.findall(r"^CMD (.*)$", said, re.MULTILINE)[0]) == ["serve"]
+
+
+def test_the_containers_health_check_tells_health():
+    said = (DEPLOY / "Containerfile").read_text()
+    (command,) = re.findall(r"^HEALTHCHECK .*CMD (.*)$", said, re.MULTILINE)
+    engine = chatty_engine()
+    loading: Future[Any] = Future()
+    with serving({"toy": loading}) as url:
+        words = shlex.split(command.replace("http://127.0.0.1:8000", url).replace("python", sys.executable, 1))
+        assert subprocess.run(words, capture_output=True, check=False).returncode != 0
+        loading.set_result(engine)
+        assert subprocess.run(words, capture_output=True, check=False).returncode == 0
+    asyncio.run(engine.aclose())
 
 
 def test_the_unit_is_one_that_systemd_takes(tmp_path: Path):
