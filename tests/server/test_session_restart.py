@@ -35,13 +35,12 @@ def prompt(seed: int) -> list[int]:
 
 
 def say(process: ServerProcess, model: str, ids: list[int], session: str | None = None) -> tuple[list[int], int]:
-    """The answer's ids and how many tokens of the prompt were restored from the disk."""
+    """The answer's ids and how many tokens of the prompt were reused: from the disk, or from memory, fetched ahead."""
     body = {"model": model, "prompt": ids, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "explain": True,
             "return_token_ids": True, **({} if session is None else {"session": session})}  # fmt: skip
     reply = httpx.post(f"{process.url}/v1/completions", json=body, timeout=60)
     assert reply.status_code == 200, reply.text
-    restored = reply.json()["spolia"]["choices"][0]["num_restored_tokens"]
-    return reply.json()["choices"][0]["token_ids"], restored.get("disk", 0)
+    return reply.json()["choices"][0]["token_ids"], reply.json()["spolia"]["choices"][0]["num_cached_tokens"]
 
 
 def card(process: ServerProcess, model: str, session: str) -> dict[str, Any]:
@@ -72,15 +71,15 @@ def test_after_a_kill_every_models_sessions_are_listed_and_go_on_from_what_was_c
             eventually(lambda name=name: process.find(f"ready model={name}") is not None, timeout_s=60)
             found = card(process, name, sessions[name])
             assert (found["model"], found["num_tokens"], found["num_turns"], found["ttl"]) == (name, 112, 1, 600)
-            turns[name], num_restored = say(process, name, prompt(1), sessions[name])
-            assert num_restored == 96
+            turns[name], num_reused = say(process, name, prompt(1), sessions[name])
+            assert num_reused == 96
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
 
     with server_process(models[0], models[1], "--kv-memory", "16MiB") as process:
         for name in ("one", "two"):
             eventually(lambda name=name: process.find(f"ready model={name}") is not None, timeout_s=60)
-            cold, num_restored = say(process, name, [*prompt(0), *answers[name], *prompt(1)])
-            assert (cold, num_restored) == (turns[name], 0)
+            cold, num_reused = say(process, name, [*prompt(0), *answers[name], *prompt(1)])
+            assert (cold, num_reused) == (turns[name], 0)
     sealer = AesGcm(b"\xab" * 32) if is_sealed else None
     assert verify_folder(FolderBackend(tmp_path / "kv"), sealer).refused == ()
