@@ -70,7 +70,8 @@ def test_after_a_kill_the_next_turn_of_a_long_conversation_is_warm_with_the_same
         process.await_ready()
         cold = complete(process, turn)
     assert ids_of(warm) == ids_of(cold)
-    assert why(cold)["timings"]["first_token_s"] > 15 * min(waits_s)
+    # By how much is `benchmarks/restart.py`'s to say, on an idle machine; here anything may run beside it.
+    assert why(cold)["timings"]["first_token_s"] > 3 * min(waits_s)
 
 
 @pytest.mark.timeout(900)
