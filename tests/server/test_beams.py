@@ -105,7 +105,7 @@ def test_chats_have_beams(url):
         ({"num_beams": 2, "do_sample": True, "temperature": 0}, "do_sample"),
         ({"num_beams": 4, "num_beam_groups": 3}, "num_beam_groups"),
         ({"num_beams": 2, "early_stopping": "often"}, "early_stopping"),
-        ({"num_beams": 2, "force_words_ids": [[999]]}, "allowed_token_ids"),
+        ({"num_beams": 2, "force_words_ids": [[999]]}, "force_words_ids"),
         ({"num_beams": 2, "force_words": ["a very long phrase"]}, "force_words_ids"),
         ({"length_penalty": 2.0}, "length_penalty"),
         ({"do_sample": True}, "do_sample"),

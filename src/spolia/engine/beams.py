@@ -14,6 +14,7 @@ import numpy as np
 
 from spolia.engine.admission import Admission
 from spolia.engine.outputs import BeamOutput, RequestOutput
+from spolia.errors import InvalidRequest
 from spolia.generation import BeamParams, BeamSearch, LogitsTap, SamplingParams
 from spolia.models import Tokenizer
 
@@ -33,7 +34,7 @@ class BeamRun:
         num_cached_tokens: of the prompt, when the search began.
 
     Raises:
-        InvalidRequest: the prompt and `max_tokens` do not fit the context.
+        InvalidRequest: the prompt and `max_tokens` do not fit the context, or the model lacks a token of a phrase.
     """
 
     def __init__(
@@ -42,9 +43,14 @@ class BeamRun:
         checked = SamplingParams(
             max_tokens=params.max_tokens,
             stop_token_ids=params.stop_token_ids,
-            allowed_token_ids=tuple(id_ for word in params.force_words_ids for ids in word for id_ in ids) or None,
             seed=None if params.sampling is None else params.sampling.seed,
         )
+        highest = max((id_ for word in params.force_words_ids for ids in word for id_ in ids), default=0)
+        if highest >= admission.vocab_size:
+            raise InvalidRequest(
+                f"force_words_ids holds {highest}; token ids go up to {admission.vocab_size - 1}",
+                param="force_words_ids",
+            )
         request = admission.admit(prompt, checked)
         self.prompt_token_ids: list[int] = request.prompt_token_ids.tolist()
         self.num_cached_tokens = 0
