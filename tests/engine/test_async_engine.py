@@ -140,6 +140,20 @@ def test_a_bad_request_raises_at_the_call():
     with_engine(test)
 
 
+def test_who_asks_for_a_call_and_leaves_before_its_turn_harms_nobody():
+    async def check():
+        async with AsyncEngine(toy_engine()) as engine:
+            gate = threading.Event()
+            calls = [asyncio.ensure_future(engine.call(lambda _: gate.wait(30))) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            for call in calls:
+                call.cancel()
+            gate.set()
+            assert await engine.call(lambda _: 7) == 7
+
+    asyncio.run(check())
+
+
 def test_an_id_in_flight_is_refused_and_free_again_afterwards():
     async def test(engine, core):
         stream = engine.generate([1], SamplingParams(temperature=0.0, max_tokens=1_900), request_id="same")

@@ -101,7 +101,9 @@ def run(
         {"model": ",".join(names) or "those that are here", "url": f"{scheme}://{shown}:{port}/v1"},
     )
     # Loading begins before the web framework is imported: each takes about half a second of start-up.
-    first = _in_background(partial(_load, sources[0], config, recording, None)) if sources else None
+    first = (
+        _in_background(partial(_load_first, sources[0], config, recording, settings.memory_bytes)) if sources else None
+    )
 
     from spolia.server import ModelSource, serve
 
@@ -138,6 +140,17 @@ def _load(source: str, config: EngineConfig, recording: Recording | None, kv_byt
     if config.draft_model is not None:
         fetch(str(config.draft_model))
     return AsyncEngine(source, config, observer=recording)
+
+
+def _load_first(
+    source: str, config: EngineConfig, recording: Recording | None, memory_bytes: int | None
+) -> AsyncEngine:
+    """As `_load`, with the share of the memory that the server's shelf gives to a model that finds it empty."""
+    if memory_bytes is None:
+        return _load(source, config, recording, None)
+    from spolia.server.shelf import kv_share
+
+    return _load(source, config, recording, kv_share(memory_bytes - _size_bytes(source, config)))
 
 
 def _size_bytes(source: str, config: EngineConfig) -> int:

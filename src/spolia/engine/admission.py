@@ -103,7 +103,9 @@ class Admission:
             )
         max_tokens = self._max_tokens(len(token_ids), params)
         namespace_of = self.namespace
-        if params.exact_kv and self.exact_namespace is not None:
+        # What is computed again for a prompt's log-probabilities would be exchanged for rounded KV that is there.
+        is_exact = params.exact_kv or params.prompt_logprobs is not None
+        if is_exact and self.exact_namespace is not None:
             namespace_of = self.exact_namespace
         guide_ids = self._guide_ids(token_ids, params)
         if guide_ids is not None:
@@ -115,7 +117,7 @@ class Admission:
             max_tokens=max_tokens,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             namespace=namespace_of(cache_salt),
-            is_exact=params.exact_kv or self.exact_namespace is None,
+            is_exact=is_exact or self.exact_namespace is None,
             final_ids=final_ids,
             pipeline=build_pipeline(
                 params, self.vocabulary, max_tokens=max_tokens, known=self.processors, first=healing

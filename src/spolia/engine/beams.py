@@ -75,7 +75,7 @@ class BeamRun:
         # At first all beams are the prompt; later a beam that has no chance need not be computed.
         self._alive = [index for index, beam in enumerate(self._search.running) if beam.score > _HOPELESS]
         self._taps = [LogitsTap() for _ in self._alive]
-        plain = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        plain = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, exact_kv=True)  # nothing tells of less
         prompts = [self.prompt_token_ids + list(self._search.running[index].token_ids) for index in self._alive]
         return [
             (prompt, replace(plain, logits_processors=(tap,))) for prompt, tap in zip(prompts, self._taps, strict=True)

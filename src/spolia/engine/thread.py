@@ -165,6 +165,8 @@ class EngineThread(Generic[S]):
             if future is None:
                 run()
                 continue
+            if not future.set_running_or_notify_cancel():  # whoever asked has gone, with a time limit for instance
+                continue
             try:
                 future.set_result(run())
             except Exception as error:
@@ -204,6 +206,6 @@ class EngineThread(Generic[S]):
             self._changed.notify_all()
         while not self._inbox.empty():
             future = self._inbox.get().future
-            if future is not None:
+            if future is not None and future.set_running_or_notify_cancel():
                 future.set_exception(failure)
         self._deliver(events)

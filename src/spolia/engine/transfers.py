@@ -128,7 +128,8 @@ class Transfers:
             self._tiering.mover.cancel(bring.restore)
         if bring is self._current:
             self._current = None
-        bring.future.set_result(self._num_here(bring))
+        if bring.future.set_running_or_notify_cancel():  # else whoever asked has gone
+            bring.future.set_result(self._num_here(bring))
 
     def _num_here(self, bring: _Bring) -> int:
         return self._tiering.cache.probe(bring.namespace, bring.ids)

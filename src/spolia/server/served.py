@@ -204,6 +204,8 @@ class ServedModels:
             return next(iter(self._by_name.values()))
         if name is not None and name not in self._by_name:
             self._look_into_library()
+        if name is None and self._by_name:
+            raise UnknownModel(f"several models are served; say which with `model`: {', '.join(self._by_name)}")
         if name not in self._by_name:
             raise UnknownModel(f"the model {name!r} does not exist here; served: {', '.join(self._by_name)}")
         return self._by_name[name]

@@ -29,12 +29,17 @@ from spolia.server.logs import log_fields
 if TYPE_CHECKING:
     from spolia.server.served import ServedModel
 
-__all__ = ["Shelf"]
+__all__ = ["Shelf", "kv_share"]
 
 logger = logging.getLogger("spolia.server")
 
 _LOOK_AGAIN_S = 0.05
 _MIN_KV_BYTES = 16 << 20
+
+
+def kv_share(free_bytes: int) -> int:
+    """Bytes of KV for a model that, with its weights, leaves so many of the shelf's."""
+    return max(_MIN_KV_BYTES, int(KV_SHARE * free_bytes))
 
 
 class Shelf:
@@ -206,7 +211,7 @@ class Shelf:
                 continue
             served.waits_for = f"{' or '.join(other.name for other in may_go)}, in whose room it will be, to be idle"
             await asyncio.sleep(_LOOK_AGAIN_S)
-        return None if self.memory_bytes is None else max(_MIN_KV_BYTES, int(KV_SHARE * (free - needed)))
+        return None if self.memory_bytes is None else kv_share(free - needed)
 
     def _free_bytes(self, models: Sequence[ServedModel]) -> int:
         available = self._available()
