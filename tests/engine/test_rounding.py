@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from models.tiny import LLAMA, llama_tensors, write_gguf
-from spolia.engine import LLM, BeamParams, RequestOutput, SamplingParams
+from spolia.engine import LLM, BeamParams, ContrastiveParams, RequestOutput, SamplingParams
 from spolia.errors import InvalidRequest
 from spolia.tiers import FolderBackend, conversations, export_conversation, import_conversation
 
@@ -83,17 +83,20 @@ def test_a_request_for_exact_kv_gets_none_of_it_and_is_right_to_the_bit(model, t
 
 
 @KINDS
-def test_beams_and_the_prompts_log_probabilities_never_rest_on_it(model, tmp_path, kind):
+def test_searches_and_the_prompts_log_probabilities_never_rest_on_it(model, tmp_path, kind):
     of_prompt = replace(PARAMS, prompt_logprobs=0)
-    beams = BeamParams(num_beams=2, max_tokens=8)
+    beams, contrast = BeamParams(num_beams=2, max_tokens=8), ContrastiveParams(max_tokens=4)
     with engine(model, None) as llm:
         cold, found = llm.generate(PROMPT, of_prompt), llm.beam_search(PROMPT, beams)
+        contrasted = llm.contrastive_search(PROMPT, contrast)
     ask(model, tmp_path, kv_offload_dtype=kind)
     with engine(model, tmp_path, kv_offload_dtype=kind) as llm:
         assert llm.generate(PROMPT, PARAMS).num_rounded_tokens == {kind: 192}  # it is in the pools
         warm = llm.generate(PROMPT, of_prompt)
         assert (warm.num_rounded_tokens, logprobs(warm)) == ({}, logprobs(cold))
         assert llm.beam_search(PROMPT, beams) == found
+        assert llm.contrastive_search(PROMPT, contrast) == contrasted
+        assert llm.stats.counters.num_rounded_tokens == {kind: 192}  # of the first request
 
 
 def test_engines_of_different_bits_share_a_folder_and_only_exact_kv(model, tmp_path):

@@ -102,11 +102,8 @@ class Admission:
                 param="stop_token_ids",
             )
         max_tokens = self._max_tokens(len(token_ids), params)
-        namespace_of = self.namespace
         # What is computed again for a prompt's log-probabilities would be exchanged for rounded KV that is there.
         is_exact = params.exact_kv or params.prompt_logprobs is not None
-        if is_exact and self.exact_namespace is not None:
-            namespace_of = self.exact_namespace
         guide_ids = self._guide_ids(token_ids, params)
         if guide_ids is not None:
             max_tokens = min(max_tokens, self._max_guided_tokens(len(token_ids), len(guide_ids), params))
@@ -116,7 +113,7 @@ class Admission:
             params=params,
             max_tokens=max_tokens,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
-            namespace=namespace_of(cache_salt),
+            namespace=self.namespace_for(cache_salt, is_exact=is_exact),
             is_exact=is_exact or self.exact_namespace is None,
             final_ids=final_ids,
             pipeline=build_pipeline(
@@ -170,6 +167,11 @@ class Admission:
                 param="guidance_scale",
             )
         return most
+
+    def namespace_for(self, cache_salt: str, *, is_exact: bool) -> bytes:
+        """Who may share KV; `is_exact`: none that was kept in fewer bits."""
+        namespace_of = self.exact_namespace if is_exact else None
+        return (namespace_of or self.namespace)(cache_salt)
 
     def check_input(self, prompt: str | Sequence[int], *, truncate: bool = False) -> NDArray[np.int32]:
         """Token ids of a text that is only read, such as one to embed.

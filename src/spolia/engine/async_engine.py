@@ -278,7 +278,7 @@ class AsyncEngine:
         admission = self._admission
         inputs = [admission.check_input(prompt, truncate=truncate) for prompt in prompts]
         # Vectors are compared with those of another day, so nothing in them may have been rounded.
-        namespace = (admission.exact_namespace or admission.namespace)(cache_salt)
+        namespace = admission.namespace_for(cache_salt, is_exact=True)
         run = EmbeddingRun(inputs, namespace=namespace, pooling=pooling)
         while (embeddings := run.embeddings) is None:
             if not await self.call(run.step):

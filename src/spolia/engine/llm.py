@@ -212,14 +212,17 @@ class LLM:
         )
         ids: list[int] = request.prompt_token_ids.tolist()
         final_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(admission.eos_token_ids))
-        run = StatesRun(request.prompt_token_ids, namespace=admission.namespace(cache_salt))
+        # States are compared with those of the candidates, which `embed` computes with exact KV.
+        run = StatesRun(request.prompt_token_ids, namespace=admission.namespace_for(cache_salt, is_exact=True))
         while (states := run.states) is None:
             if not self._thread.call(run.step).result():
                 time.sleep(_NO_ROOM_S)
         search = ContrastiveSearch(params, final_ids, states)
         while not search.is_over:
             tap = LogitsTap()
-            one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logits_processors=(tap,))
+            one = SamplingParams(
+                max_tokens=1, temperature=0.0, ignore_eos=True, exact_kv=True, logits_processors=(tap,)
+            )
             self.generate(ids, one, cache_salt=cache_salt)
             candidates = search.propose(tap.log_probs)
             vectors = self.embed([[*ids, candidate] for candidate in candidates], cache_salt=cache_salt)
@@ -247,7 +250,7 @@ class LLM:
         admission = self._engine.admission
         inputs = [admission.check_input(prompt, truncate=truncate) for prompt in prompts]
         # Vectors are compared with those of another day, so nothing in them may have been rounded.
-        namespace = (admission.exact_namespace or admission.namespace)(cache_salt)
+        namespace = admission.namespace_for(cache_salt, is_exact=True)
         run = EmbeddingRun(inputs, namespace=namespace, pooling=pooling)
         while (embeddings := run.embeddings) is None:
             if not self._thread.call(run.step).result():
