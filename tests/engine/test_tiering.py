@@ -118,6 +118,24 @@ def test_two_requests_of_one_prefix_bring_it_up_once(tmp_path):
     saved(engine)
 
 
+def test_what_an_operator_waits_for_comes_up_while_requests_run(tmp_path):
+    saved(answer_on(tmp_path, CONVERSATION))
+    engine = on_tier(tmp_path)
+    namespace = submit(engine, [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=200)).namespace
+    engine.core.step()
+    transfers = engine.core.tiering.transfers
+    guess, wish = transfers.bring(namespace, CONVERSATION), transfers.bring(namespace, CONVERSATION, may_evict=True)
+    deadline_s = time.monotonic() + 60
+    while not wish.done() and time.monotonic() < deadline_s:
+        assert not guess.done()
+        if not engine.core.stats.num_running:
+            submit(engine, [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=200))
+        engine.core.step()
+        time.sleep(0.001)
+    assert wish.result(0) == 288
+    saved(engine)
+
+
 def test_another_namespace_never_finds_it(tmp_path):
     saved(answer_on(tmp_path, CONVERSATION))
     engine = on_tier(tmp_path)

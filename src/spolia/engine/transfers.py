@@ -84,12 +84,13 @@ class Transfers:
         return self._current is None and not self._waiting
 
     def poll(self, *, is_busy: bool) -> None:
-        """Take in what arrived, and begin the next transfer when requests have had what they wait for."""
+        """Take in what arrived, and begin the next transfer: while requests run, only one that somebody waits for."""
         while True:
             if self._current is None:
-                if not self._waiting or is_busy:
+                self._current = next((each for each in self._waiting if each.may_evict or not is_busy), None)
+                if self._current is None:
                     return
-                self._current = self._waiting.popleft()
+                self._waiting.remove(self._current)
                 self._begin(self._current)
             if not self._advance(self._current):
                 return
