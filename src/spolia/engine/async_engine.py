@@ -323,6 +323,12 @@ class AsyncEngine:
         """As `LLM.detach_tier`."""
         await asyncio.to_thread(self._thread.detach_tier, name, timeout_s)
 
+    @property
+    def kv_bytes(self) -> int:
+        """Memory that the KV pools may take now."""
+        pools = self._engine.sizes.pools
+        return sum(ledger.total * pool.shape[1] for ledger, pool in zip(self.stats.ledger, pools, strict=True))
+
     async def resize(self, kv_bytes: int) -> None:
         """Let the KV pools take so many bytes from now on, evicting what is too much. Requests go on meanwhile.
 

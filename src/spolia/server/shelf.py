@@ -149,7 +149,7 @@ class Shelf:
     def memory_of(self, models: Sequence[ServedModel]) -> tuple[int, int]:
         """Bytes of weights and of KV in memory."""
         engines = [served.engine for served in models if served.state == "ready"]
-        return sum(engine.weights_bytes for engine in engines), sum(engine.config.kv_memory or 0 for engine in engines)
+        return sum(engine.weights_bytes for engine in engines), sum(engine.kv_bytes for engine in engines)
 
     def _begin(self, served: ServedModel, models: Sequence[ServedModel]) -> Future[AsyncEngine]:
         loading: Future[AsyncEngine] = Future()
