@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from spolia.engine import Admission, EngineCore, RequestOutput, SamplingParams
 from spolia.engine.drafter import make_drafter
 from spolia.engine.storage import build_cache
-from spolia.generation import RowSampling, Sampler, Samples
+from spolia.generation import Depth, RowSampling, Sampler, Samples
 from spolia.kernels import Executable, KvDtype, allocate_pool
 from spolia.kernels.cpu import CpuExecutable, levels
 from spolia.kvcache import GroupSpec, namespace_key
@@ -107,6 +107,7 @@ class Setting:
             max_sequences=8,
             namespace=lambda salt: namespace_key(salt=salt),
             clock=clock,
+            depth=Depth(self.executable.num_layers, has_tied_head=False),
         )
         return admission, core
 
@@ -126,6 +127,8 @@ def setting(level: str, variant: str) -> Setting:
             rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(10))
         ]
         options = {"temperature": 0.0} if seed % 3 else {"temperature": 1.2, "top_k": 40}
+        if seed % 5 == 4:
+            options["dola_layers"] = "low"
         requests.append((prompt, SamplingParams(max_tokens=rng.choice(answers), seed=seed, **options)))
     made = Setting(executable, tuple(group.window for group in program.cache_groups), requests, {}, [])
     for prompt, params in requests:

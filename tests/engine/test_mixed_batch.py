@@ -27,6 +27,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "min_tokens": st.integers(0, 4),
     "logprobs": st.integers(0, 5),
     "guidance_scale": st.sampled_from([1.0, 1.5, 3.0]),
+    "dola_layers": st.sampled_from(["low", "high", (1, 3), (5,)]),
     "repetition_penalty": st.floats(0.5, 2.0),
     "presence_penalty": st.floats(-2.0, 2.0),
     "frequency_penalty": st.floats(-2.0, 2.0),
@@ -68,6 +69,8 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
     prompt = draw(st.lists(st.integers(0, 3), min_size=1, max_size=20))  # few tokens, so that prompts share beginnings
     names = draw(st.lists(st.sampled_from(sorted(SETTINGS)), max_size=6, unique=True))
     chosen = {name: draw(SETTINGS[name]) for name in names}
+    if "dola_layers" in chosen:
+        chosen.pop("guidance_scale", None)
     return prompt, SamplingParams(max_tokens=draw(st.integers(4, 8)), **({"seed": 0} | chosen))
 
 

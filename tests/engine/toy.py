@@ -22,6 +22,7 @@ from spolia.engine.draft_model import DraftModel
 from spolia.engine.drafter import make_drafter
 from spolia.engine.resizing import PoolSizes
 from spolia.engine.storage import build_cache
+from spolia.generation import Depth
 from spolia.kernels import BLOCK_SIZE, StepInputs
 from spolia.kvcache import GroupSpec, KVCache, namespace_key
 from spolia.tiers import FetchPolicy, Tier, TierUse
@@ -64,6 +65,7 @@ class ToyExecutable:
     hidden_size = 8
     packed_bytes = 1000
     num_threads = 1
+    num_layers = 6
 
     def __init__(self, windows: Sequence[int | None] = (None,)) -> None:
         self.windows = tuple(windows)
@@ -87,14 +89,25 @@ class ToyExecutable:
             pool[:] = (-1, -1)
 
     def run(
-        self, step: StepInputs, logits: NDArray[np.float32] | None, hidden: NDArray[np.float32] | None = None
+        self,
+        step: StepInputs,
+        logits: NDArray[np.float32] | None,
+        hidden: NDArray[np.float32] | None = None,
+        layers: NDArray[np.float32] | None = None,
     ) -> None:
-        """`hidden` is the beginning of the logits."""
+        """`hidden` is the beginning of the logits; what layer `i` reads is the same, turned by `i + 1`."""
         if logits is None:
             logits = np.empty((len(step.logit_rows), VOCAB_SIZE), np.float32)
         self._run(step, logits)
         if hidden is not None:
             hidden[:] = logits[:, : self.hidden_size]
+        if layers is not None:
+            for layer, out in enumerate(layers):
+                out[:] = np.roll(logits[:, : self.hidden_size], layer + 1, axis=1)
+
+    def head(self, hidden: NDArray[np.float32], logits: NDArray[np.float32]) -> None:
+        for row, out in zip(hidden, logits, strict=True):
+            out[:] = _hash_to_logits([row.view(np.int32)])
 
     def _run(self, step: StepInputs, logits: NDArray[np.float32]) -> None:
         if self.error is not None:
@@ -258,6 +271,7 @@ def toy_engine(
         namespace=lambda salt: namespace_key(**owner, salt=salt),
         exact_namespace=None if codec is None else lambda salt: namespace_key(model="toy", salt=salt),
         clock=clock,
+        depth=Depth(ToyExecutable.num_layers, has_tied_head=True),
         processors=processors or {},
     )
     config = EngineConfig(

@@ -147,6 +147,39 @@ def test_hidden_states_are_what_the_head_reads_and_cost_the_logits_no_bit(name: 
     np.testing.assert_allclose(*results, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_layers_read_is_the_references_and_costs_the_logits_no_bit(level: str, name: str) -> None:
+    """Also for a few wanted rows of a step with several sequences; the head alone is what it is in a step."""
+    tokens, wanted = random_tokens(NUM_TOKENS), np.array([3, 17, 2 * NUM_TOKENS - 1], np.int32)
+    program = PROGRAMS[name]("F32")
+    results = []
+    for executable in (
+        CpuExecutable(program, kv_dtype="f32", num_threads=2, level=level),
+        ReferenceExecutable(program, kv_dtype="f32"),
+    ):
+        session = Session(executable, program)
+        expected = session.step([(session.open(tokens), NUM_TOKENS), (session.open(tokens[::-1]), NUM_TOKENS)])[wanted]
+        parts = [(session.open(tokens), NUM_TOKENS), (session.open(tokens[::-1]), NUM_TOKENS)]
+        inputs = replace(session.inputs(parts), logit_rows=wanted)
+        layers = np.full((executable.num_layers, len(wanted), HIDDEN), np.nan, np.float32)
+        hidden = np.full((len(wanted), HIDDEN), np.nan, np.float32)
+        logits, alone = np.full((2, len(wanted), VOCAB_SIZE), np.nan, np.float32)
+        executable.run(inputs, logits, hidden, layers)
+        executable.head(hidden, alone)
+        if isinstance(executable, CpuExecutable):
+            assert logits.tobytes() == expected.tobytes()
+            assert alone.tobytes() == logits.tobytes()
+            assert session.step(parts, all_logits=True)[wanted].tobytes() == expected.tobytes()
+        results.append(layers)
+    np.testing.assert_allclose(*results, rtol=1e-3, atol=1e-3)
+    assert len(results[0]) == {"llama": 2, "gemma": 3, "parallel": 1}[name]
+    table = program.ops[0].table  # type: ignore[union-attr]
+    scale = program.ops[0].scale  # type: ignore[union-attr]
+    ids = np.concatenate([tokens, tokens[::-1]])[wanted]
+    np.testing.assert_allclose(results[0][0], dequantize(table)[ids] * np.float32(scale), rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_copied_block_continues_as_the_original(name: str, backend: str) -> None:

@@ -40,6 +40,8 @@ def complete(url: str, **body: Any) -> httpx.Response:
         {"temperature": 0.8, "typical_p": 0.8},
         {"top_n_sigma": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
         {"mirostat": 2, "mirostat_tau": 3.0},
+        {"temperature": 0, "dola_layers": "high"},
+        {"temperature": 0, "dola_layers": [1, 4]},
         {"allowed_token_ids": [65, 66, 67], "dynatemp_range": 0.5},
         {"watermark": {"key": 5}, "sequence_bias": [[[65], 3.0]], "bad_words": ["A"]},
         {"filter_order": ["top_p", "temperature"], "temperature": 2.0, "top_p": 0.7},

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from spolia.engine.fairness import Tenant
 from spolia.engine.request import Request
 from spolia.errors import InvalidRequest
-from spolia.generation import Healing, SamplingParams, StopPattern, Vocabulary, build_pipeline
+from spolia.generation import Depth, Healing, SamplingParams, StopPattern, Vocabulary, build_pipeline
 from spolia.kernels import BLOCK_SIZE
 from spolia.kvcache import Wish
 
@@ -41,6 +41,7 @@ class Admission:
         max_sequences: lanes of the batch.
         namespace: the namespace of a cache salt.
         exact_namespace: that of requests which want exact KV; None: the same.
+        depth: of the model.
         processors: makers of logits processors, by the names that requests may use.
         vocabulary: what constraints on text are made from.
     """
@@ -54,6 +55,7 @@ class Admission:
     namespace: Callable[[str], bytes]
     clock: Callable[[], float]
     exact_namespace: Callable[[str], bytes] | None = None
+    depth: Depth = Depth(0, has_tied_head=False)  # noqa: RUF009 - frozen
     processors: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     vocabulary: Vocabulary = field(init=False)
 
@@ -117,7 +119,12 @@ class Admission:
             is_exact=is_exact or self.exact_namespace is None,
             final_ids=final_ids,
             pipeline=build_pipeline(
-                params, self.vocabulary, max_tokens=max_tokens, known=self.processors, first=healing
+                params,
+                self.vocabulary,
+                max_tokens=max_tokens,
+                depth=self.depth,
+                known=self.processors,
+                first=healing,
             ),
             stop_pattern=None if params.stop_regex is None else StopPattern(params.stop_regex),
             num_skipped_bytes=0 if healing is None else len(taken_back),

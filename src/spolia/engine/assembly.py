@@ -23,7 +23,7 @@ from spolia.engine.memory import available_bytes, default_num_threads, split_blo
 from spolia.engine.resizing import PoolSizes, fitting_tokens
 from spolia.engine.storage import build_cache, open_tiers
 from spolia.errors import InvalidRequest
-from spolia.generation import import_processor
+from spolia.generation import Depth, import_processor
 from spolia.kernels import BLOCK_SIZE, Executable, KvCodec, allocate_pool, get_backend
 from spolia.kvcache import GroupSpec, KVCache, make_policy, namespace_key
 from spolia.models import Model, Tokenizer, load
@@ -169,6 +169,7 @@ def build_engine(
         namespace=lambda salt: namespace_key(**usual, salt=salt),
         exact_namespace=None if codec is None else lambda salt: namespace_key(**owner, salt=salt),
         clock=clock,
+        depth=Depth(executable.num_layers, model.program.has_tied_head),
         processors={
             name: import_processor(path) for name, _, path in (entry.partition("=") for entry in config.processors)
         },

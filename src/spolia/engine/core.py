@@ -263,6 +263,7 @@ class EngineCore:
                 sampled = self._commit(plan)
                 num_sampled = len(sampled)
                 if plan.is_plain:
+                    self._contrast(sampled, range(len(sampled)))
                     samples = self._sampler.sample(logits, [sequence.next_row() for sequence in sampled])
                     now_s = self._clock()
                     self._take_samples(sampled, samples, now_s)
@@ -321,6 +322,13 @@ class EngineCore:
                 sampled.append(sequence)
         return sampled
 
+    def _contrast(self, sampled: Seq[Sequence], rows: Iterable[int]) -> None:
+        """Give those that contrast layers what earlier ones say in their rows of the step."""
+        for sequence, row in zip(sampled, rows, strict=True):
+            pipeline = sequence.request.pipeline
+            if pipeline is not None and pipeline.dola is not None:
+                pipeline.dola.take(self._runner.early_logits(row, pipeline.dola.layers))
+
     def _sample_and_verify(self, plan: StepPlan, logits: NDArray[np.float32]) -> int:
         """Score prompts, and draw token after token as long as drafts foresaw them; how many were drawn.
 
@@ -349,6 +357,7 @@ class EngineCore:
         drafted = [check for check in checks if check.drafts]
         while checks:
             rows = [check.row + check.num_accepted for check in checks]
+            self._contrast([check.sequence for check in checks], rows)
             samples = self._sampler.sample(logits[rows], [check.sequence.next_row() for check in checks])
             num_sampled += len(checks)
             foreseen = [

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.engine.scheduler import MAX_EXTRA_LOGITS, StepPlan
+from spolia.errors import Bug
 from spolia.kernels import BLOCK_SIZE, BlockCopy, Executable, StepInputs
 
 __all__ = ["Runner"]
@@ -36,6 +37,7 @@ class Runner:
         self._tables = [
             np.full((max_sequences, math.ceil(max_context / BLOCK_SIZE) + 1), -1, np.int32) for _ in range(num_groups)
         ]
+        self._layers: NDArray[np.float32] | None = None  # of the last step: what each layer read in wanted rows
         # Untouched rows take no memory. A sequence has at most one row beyond the budget of extra ones.
         self._logits = np.zeros((2 * max_sequences + MAX_EXTRA_LOGITS, executable.vocab_size), np.float32)
 
@@ -43,7 +45,24 @@ class Runner:
         """Run a step; float32 `[num_wanted, vocab_size]`, in the order of the plan, valid until the next call."""
         inputs = self._inputs(plan)
         logits = self._logits[: len(inputs.logit_rows)]
-        self._executable.run(inputs, logits)
+        self._layers = None
+        if any(sequence.request.params.dola_layers is not None for sequence, _, _ in plan.entries):
+            shape = self._executable.num_layers, len(logits), self._executable.hidden_size
+            self._layers = np.empty(shape, np.float32)
+            self._executable.run(inputs, logits, None, self._layers)
+        else:
+            self._executable.run(inputs, logits)
+        return logits
+
+    def early_logits(self, row: int, layers: Seq[int]) -> NDArray[np.float32]:
+        """What some layers would have said in a row of the last step, `[len(layers), vocab_size]`.
+
+        Only of steps with a sequence that contrasts layers.
+        """
+        if self._layers is None:
+            raise Bug("no sequence of the last step asked for its layers")
+        logits = np.empty((len(layers), self._executable.vocab_size), np.float32)
+        self._executable.head(self._layers[list(layers), row], logits)
         return logits
 
     def _inputs(self, plan: StepPlan) -> StepInputs:

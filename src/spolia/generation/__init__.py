@@ -14,7 +14,15 @@ from spolia.generation.healing import Healing
 from spolia.generation.history import History
 from spolia.generation.params import FILTER_NAMES, MAX_LOGPROBS, SamplingParams
 from spolia.generation.pipeline import FILTERS, PROCESSORS, Pipeline, build_pipeline
-from spolia.generation.processors import LogitsTap, Processor, Watermark, WatermarkDetector, first_met, import_processor
+from spolia.generation.processors import (
+    Depth,
+    LogitsTap,
+    Processor,
+    Watermark,
+    WatermarkDetector,
+    first_met,
+    import_processor,
+)
 from spolia.generation.reasoning import ReasoningPart, ReasoningSplitter
 from spolia.generation.sampler import RowSampling, Sampler, Samples, TokenLogprobs
 from spolia.generation.stop_regex import PatternTextStream, StopPattern
@@ -37,6 +45,7 @@ __all__ = [
     "BeamSearch",
     "ContrastiveParams",
     "ContrastiveSearch",
+    "Depth",
     "DraftCount",
     "Guess",
     "Guesser",

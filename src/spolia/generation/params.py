@@ -167,6 +167,8 @@ class SamplingParams:
         guidance_scale: above 1, the answer is drawn towards what the prompt says and away from what the model would say
             after `negative_prompt` alone: a second sequence runs beside it. 1: off.
         negative_prompt: text or token ids; None: the prompt's last token.
+        dola_layers: contrast the last layer with earlier ones: "low", "high", or a list of them, from 0; see `Dola`.
+            None: do not.
         structured_outputs: the form that the answer must have, a `StructuredOutput` or a mapping with one of json (a
             schema), json_object, regex, choice, grammar; see there.
         watermark: settings of a `Watermark`: ratio, bias, key, context_width; {} for the usual ones.
@@ -248,6 +250,7 @@ class SamplingParams:
     filter_order: tuple[str, ...] = ()
     guidance_scale: float = 1.0
     negative_prompt: str | tuple[int, ...] | None = None
+    dola_layers: str | tuple[int, ...] | None = None
     structured_outputs: StructuredOutput | None = None
     watermark: Mapping[str, Any] | None = None
     remove_invalid_values: bool = False
@@ -299,6 +302,7 @@ class SamplingParams:
         self._set("stop", strings("stop", self.stop, "a stop string"))
         self._set("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
         self._check_guidance()
+        self._check_dola()
         self._check_bans()
         self._check_lists()
 
@@ -322,6 +326,23 @@ class SamplingParams:
             strings("negative_prompt", self.negative_prompt, "a prompt")
         else:
             self._set("negative_prompt", token_ids("negative_prompt", self.negative_prompt, required=True))
+
+    def _check_dola(self) -> None:
+        layers = self.dola_layers
+        if layers is None:
+            return
+        if isinstance(layers, str):
+            if layers not in ("low", "high"):
+                raise InvalidRequest(
+                    f"dola_layers is {layers!r}; it must be 'low', 'high' or a list of layers", param="dola_layers"
+                )
+        else:
+            self._set("dola_layers", tuple(dict.fromkeys(token_ids("dola_layers", layers, required=True))))
+        if self.guidance_scale != 1:
+            raise InvalidRequest(
+                "dola_layers does not go with guidance_scale: each has its own second opinion; leave one out",
+                param="dola_layers",
+            )
 
     def _check_bans(self) -> None:
         self._set("bad_words", strings("bad_words", self.bad_words, "a bad word"))

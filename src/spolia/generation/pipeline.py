@@ -22,6 +22,7 @@ from spolia.generation.params import FILTER_NAMES, SamplingParams
 from spolia.generation.processors import biases, filters, length, penalties
 from spolia.generation.processors.base import Filter, Logits, Processor
 from spolia.generation.processors.candidates import Candidates, Scratch
+from spolia.generation.processors.dola import Depth, Dola
 from spolia.generation.processors.guidance import Guidance
 from spolia.generation.processors.own import own_processor
 from spolia.generation.processors.watermark import Watermark
@@ -38,6 +39,7 @@ class Asked(NamedTuple):
     params: SamplingParams
     vocabulary: Vocabulary
     max_tokens: int
+    depth: Depth
 
 
 Factory = Callable[[Asked], Processor | None]
@@ -45,6 +47,11 @@ Factory = Callable[[Asked], Processor | None]
 
 def _guidance(asked: Asked) -> Processor | None:
     return Guidance(asked.params.guidance_scale) if asked.params.guidance_scale != 1 else None
+
+
+def _dola(asked: Asked) -> Processor | None:
+    layers = asked.params.dola_layers
+    return None if layers is None else Dola(layers, asked.depth)
 
 
 def _sequence_bias(asked: Asked) -> Processor | None:
@@ -178,6 +185,7 @@ def _thinking_budget(asked: Asked) -> Processor | None:
 PROCESSORS: dict[str, Factory] = {
     "remove_invalid_values": _remove_invalid,
     "guidance_scale": _guidance,
+    "dola_layers": _dola,
     "sequence_bias": _sequence_bias,
     "logit_bias": _logit_bias,
     "encoder_repetition_penalty": _encoder_repetition_penalty,
@@ -229,6 +237,7 @@ class Pipeline:
     Attributes:
         has_filters: the draw is from `candidates`; else it is by the request's own parameters, from the whole row.
         guidance: wants the logits of another prompt before each token; None: there is none.
+        dola: wants the logits of earlier layers before each token; None: there is none.
         log: notes of each decision, where asked for.
         trouble: why no token can be drawn from the last row: a processor raised, or left nothing; None if one can.
     """
@@ -250,6 +259,7 @@ class Pipeline:
         candidates = params.explain_candidates
         self.log = None if candidates is None else DecisionLog(candidates, vocab_size)
         self.guidance = next((it for _, it in processors if isinstance(it, Guidance)), None)
+        self.dola = next((it for _, it in processors if isinstance(it, Dola)), None)
         self.trouble: str | None = None
         self._history: History | None = None
 
@@ -321,6 +331,7 @@ def build_pipeline(
     vocabulary: Vocabulary,
     *,
     max_tokens: int,
+    depth: Depth = Depth(0, has_tied_head=False),  # noqa: B008 - frozen
     known: Mapping[str, Callable[..., Any]] | None = None,
     first: Processor | None = None,
 ) -> Pipeline | None:
@@ -328,6 +339,7 @@ def build_pipeline(
 
     Args:
         max_tokens: most tokens of the answer.
+        depth: of the model.
         known: own processors by name.
         first: a processor to run before all others, which the caller has made.
 
@@ -335,7 +347,7 @@ def build_pipeline(
         InvalidRequest: a token id that does not exist, an own processor that cannot be made, a form that cannot be
             compiled.
     """
-    asked = Asked(params, vocabulary, max_tokens)
+    asked = Asked(params, vocabulary, max_tokens, depth)
     _check_ids(params, vocabulary.size)
     named = [] if first is None else [("token_healing", first)]
     named += [(name, made) for name, factory in PROCESSORS.items() if (made := factory(asked)) is not None]

@@ -278,6 +278,25 @@ class Program:
             CacheGroup(w, tuple(i for i, layer in enumerate(self.cache_layers) if layer.window == w)) for w in windows
         )
 
+    @property
+    def layer_inputs(self) -> tuple[Value, ...]:
+        """What each attention layer begins with, before its norm: the residual stream, of the head's width."""
+        writers = {op.out.id: op for op in self.ops if not isinstance(op, Logits)}
+        found = []
+        for op in self.ops:
+            if isinstance(op, Attend):
+                value = op.q
+                while isinstance(writer := writers[value.id], RmsNorm | LayerNorm | Linear | Rope):
+                    value = writer.x
+                found.append(value)
+        return tuple(found)
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether the head is the embedding table."""
+        tables = [op.table for op in self.ops if isinstance(op, Embed)]
+        return any(isinstance(op, Logits) and any(op.weight is table for table in tables) for op in self.ops)
+
     def layer_runs(self, group: int) -> list[tuple[CacheLayer, int]]:
         """A cache group's layers in order: those alike that follow each other, and how many they are.
 
@@ -438,6 +457,10 @@ class Executable(Protocol):
         """Columns of what the head reads."""
 
     @property
+    def num_layers(self) -> int:
+        """Of attention."""
+
+    @property
     def num_threads(self) -> int: ...
 
     @property
@@ -462,18 +485,26 @@ class Executable(Protocol):
         """Write a block, rounding to `kv_dtype`. Any thread may call."""
 
     def run(
-        self, step: StepInputs, logits: NDArray[np.float32] | None, hidden: NDArray[np.float32] | None = None
+        self,
+        step: StepInputs,
+        logits: NDArray[np.float32] | None,
+        hidden: NDArray[np.float32] | None = None,
+        layers: NDArray[np.float32] | None = None,
     ) -> None:
         """Run one step and write `logits` `[num_logit_rows, vocab_size]`; KV of all rows is in the pools afterwards.
 
         Without `logits` the head is not computed. `hidden` `[num_logit_rows, hidden_size]` gets what the head reads of
-        the same rows: the last layer's result, after the final norm.
+        the same rows: the last layer's result, after the final norm. `layers`, `[num_layers, num_logit_rows,
+        hidden_size]`, gets what each layer reads of them, before any norm (`Program.layer_inputs`).
 
         Releases the GIL while computing. Block and token ids are checked against pools and vocabulary first.
 
         Raises:
             ValueError: an id out of range or arrays of the wrong shape; nothing was computed.
         """
+
+    def head(self, hidden: NDArray[np.float32], logits: NDArray[np.float32]) -> None:
+        """The head alone, of rows `[num_rows, hidden_size]` as `run` gives them, into `[num_rows, vocab_size]`."""
 
     def argmax(self, rows: NDArray[np.float32]) -> NDArray[np.int64]:
         """`rows.argmax(axis=1)` of a C-contiguous matrix, on all threads: logits of many rows are many megabytes."""

@@ -157,6 +157,10 @@ class ReferenceExecutable:
         return head.x.width
 
     @property
+    def num_layers(self) -> int:
+        return len(self._program.layer_inputs)
+
+    @property
     def num_threads(self) -> int:
         return self._num_threads
 
@@ -192,9 +196,14 @@ class ReferenceExecutable:
             part[:] = to_storage(kv.transpose(0, 1, 3, 2, 4), self._kv_dtype)
 
     def run(
-        self, step: StepInputs, logits: NDArray[np.float32] | None, hidden: NDArray[np.float32] | None = None
+        self,
+        step: StepInputs,
+        logits: NDArray[np.float32] | None,
+        hidden: NDArray[np.float32] | None = None,
+        layers: NDArray[np.float32] | None = None,
     ) -> None:
         self._check(step, logits, hidden)
+        kept = {value.id: layer for layer, value in enumerate(self._program.layer_inputs)}
         for copy in step.copies:
             for layer in self._program.cache_groups[copy.group].layers:
                 kv = self._kv(layer)
@@ -208,6 +217,8 @@ class ReferenceExecutable:
                     logits[:] = self._compute(op, [values[op.x.id]], step)
             else:
                 values[op.out.id] = self._compute(op, [values[value.id] for value in inputs(op)], step)
+                if layers is not None and op.out.id in kept:
+                    layers[kept[op.out.id]] = values[op.out.id][step.logit_rows]
             for value in inputs(op):
                 if self._last_reads[value.id] == i:
                     values.pop(value.id, None)
@@ -234,10 +245,17 @@ class ReferenceExecutable:
                 return operands[0] + operands[1]
             case Scale(factor=factor):
                 return operands[0] * np.float32(factor)
-            case Logits(weight=weight, bias=bias, scale=scale, softcap=softcap):
-                # The CPU reads this operand in 16 bits, which is as good as unrounded.
-                result = self._multiply(operands[0][step.logit_rows], weight, bias, exact=True) * np.float32(scale)
-                return result if softcap is None else np.tanh(result / np.float32(softcap)) * np.float32(softcap)
+            case Logits():
+                return self._logits(op, operands[0][step.logit_rows])
+
+    def head(self, hidden: NDArray[np.float32], logits: NDArray[np.float32]) -> None:
+        (head,) = (op for op in self._program.ops if isinstance(op, Logits))
+        logits[:] = self._logits(head, hidden)
+
+    def _logits(self, head: Logits, x: Floats) -> Floats:
+        # The CPU reads this operand in 16 bits, which is as good as unrounded.
+        result = self._multiply(x, head.weight, head.bias, exact=True) * np.float32(head.scale)
+        return result if head.softcap is None else np.tanh(result / np.float32(head.softcap)) * np.float32(head.softcap)
 
     def _multiply(self, x: Floats, weight: Weight, bias: Weight | None, *, exact: bool = False) -> Floats:
         if self._activation_bits and weight.type not in _FLOAT_TYPES and not exact:

@@ -109,6 +109,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     filter_order: list[str] | None = None
     guidance_scale: float | None = None
     negative_prompt: str | Ids | None = None
+    dola_layers: str | Ids | None = None
     watermark: dict[str, Any] | None = None
     remove_invalid_values: bool | None = None
     renormalize_logits: bool | None = None

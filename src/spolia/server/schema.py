@@ -35,7 +35,6 @@ __all__ = [
 # Values under which a field that is not supported changes nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
-    "dola_layers": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -82,7 +81,6 @@ class SamplingRequest(SamplingFields, kw_only=True):
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
-    dola_layers: Any = None
     penalty_alpha: Any = None
 
     # Beams; see `beams`.

@@ -6,10 +6,12 @@ A processor of one's own is a class with a method `process(logits, rows)`; see `
 from __future__ import annotations
 
 from spolia.generation.processors.base import Filter, Logits, Processor
+from spolia.generation.processors.dola import Depth
 from spolia.generation.processors.own import LogitsTap, TransformersProcessor, first_met, import_processor
 from spolia.generation.processors.watermark import Watermark, WatermarkDetector, WatermarkResult
 
 __all__ = [
+    "Depth",
     "Filter",
     "Logits",
     "LogitsTap",

@@ -38,7 +38,9 @@ class Guidance:
             raise Bug("guidance was asked for a token before it had the other prompt's logits")
         without = _log_softmax(other)
         for row in logits:
+            forbidden = row == -np.inf
             row[:] = (_log_softmax(row) - without) * self._scale + without
+            row[forbidden] = -np.inf
 
 
 def _log_softmax(row: Logits) -> Logits:

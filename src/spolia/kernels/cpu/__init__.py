@@ -71,6 +71,10 @@ class CpuExecutable:
         return self.plan.hidden_size
 
     @property
+    def num_layers(self) -> int:
+        return self.plan.num_layers
+
+    @property
     def num_threads(self) -> int:
         return self._native.num_threads
 
@@ -108,12 +112,19 @@ class CpuExecutable:
             begin = end
 
     def run(
-        self, step: StepInputs, logits: NDArray[np.float32] | None, hidden: NDArray[np.float32] | None = None
+        self,
+        step: StepInputs,
+        logits: NDArray[np.float32] | None,
+        hidden: NDArray[np.float32] | None = None,
+        layers: NDArray[np.float32] | None = None,
     ) -> None:
-        if hidden is None:
-            self._native.run(step, logits)
+        if layers is not None:
+            self._native.run(step, logits, hidden, layers)
         else:
             self._native.run(step, logits, hidden)
+
+    def head(self, hidden: NDArray[np.float32], logits: NDArray[np.float32]) -> None:
+        self._native.head(hidden, logits)
 
     def argmax(self, rows: NDArray[np.float32]) -> NDArray[np.int64]:
         best = np.empty(len(rows), np.int64)

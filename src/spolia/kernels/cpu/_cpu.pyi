@@ -22,8 +22,13 @@ class Executable:
     def block_bytes(self, group: int) -> int: ...
     def bind_kv(self, pools: Sequence[NDArray[np.uint8]]) -> None: ...
     def run(
-        self, step: StepInputs, logits: NDArray[np.float32] | None, hidden: NDArray[np.float32] | None = None
+        self,
+        step: StepInputs,
+        logits: NDArray[np.float32] | None,
+        hidden: NDArray[np.float32] | None = None,
+        layers: NDArray[np.float32] | None = None,
     ) -> None: ...
+    def head(self, hidden: NDArray[np.float32], logits: NDArray[np.float32]) -> None: ...
     def argmax(self, rows: NDArray[np.float32], best: NDArray[np.int64]) -> None:
         """Where each row's largest value is, into `best`."""
     def take_profile(self) -> list[float]:

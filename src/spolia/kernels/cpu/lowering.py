@@ -133,6 +133,7 @@ class Stage:
     domain: Domain
     merges: list[int] = field(default_factory=list)
     row_ops: list[RowOp] = field(default_factory=list)
+    keeps: list[tuple[int, int]] = field(default_factory=list)
     stores: list[int] = field(default_factory=list)
     matmuls: list[Matmul] = field(default_factory=list)
     attends: list[int] = field(default_factory=list)
@@ -142,7 +143,8 @@ class Stage:
 class Plan:
     """What the executable is made of. `arena_row_bytes` is by domain; `groups` are indices of `layers`.
 
-    `hidden` is the buffer of the rows that the head reads, before they are prepared; `hidden_size` their columns.
+    `hidden` is the buffer of the rows that the head reads, before they are prepared; `hidden_size` their columns. What
+    each of `num_layers` layers reads is in the buffers that stages keep for it, as (buffer, layer).
     """
 
     buffers: tuple[Buffer, ...]
@@ -157,6 +159,7 @@ class Plan:
     kv_dtype: KvDtype
     hidden: int
     hidden_size: int
+    num_layers: int
 
 
 @dataclass(slots=True)
@@ -202,6 +205,7 @@ class _Lowering:
         self.kv_dtype: KvDtype = kv_dtype
         self.row_format = row_format
         self.points: list[int] = []  # by op: when its result is there
+        self.ready: dict[int, int] = {}  # by value: the same
         self.epilogues: dict[int, Linear] = {}  # by sum: the product whose epilogue it is
         self.pairs: dict[int, tuple[Linear, Linear]] = {}  # by Glu: the products of gate and up that it goes with
         self.absorbed: set[int] = set()  # products that are computed with such a sum or Glu
@@ -220,6 +224,9 @@ class _Lowering:
         self._schedule()
         for op, point in zip(self.program.ops, self.points, strict=True):
             self._emit(op, point // 2)
+        for layer, value in enumerate(self.program.layer_inputs):
+            stage = (self.ready[value.id] + 1) // 2  # the first whose row part can read it
+            self.stages[stage].keeps.append((self._read(value.id, stage), layer))
         buffers, arena_row_bytes = self._allocate()
         return Plan(
             buffers=buffers,
@@ -234,11 +241,12 @@ class _Lowering:
             kv_dtype=self.kv_dtype,
             hidden=self.hidden,
             hidden_size=self.hidden_size,
+            num_layers=len(self.program.layer_inputs),
         )
 
     def _schedule(self) -> None:
         """Give each op the earliest point that its operands allow."""
-        ready: dict[int, int] = {}
+        ready = self.ready
         products = {op.out.id: op for op in self.program.ops if isinstance(op, Linear)}
         num_reads = Counter(value.id for op in self.program.ops for value in inputs(op))
         for op in self.program.ops:

@@ -87,7 +87,8 @@ RowOp to_row_op(nb::handle op) {
 
 Stage to_stage(nb::handle stage) {
   return {Domain(get<int>(stage, "domain")), get<std::vector<int>>(stage, "merges"),
-          each<RowOp>(stage.attr("row_ops"), to_row_op), get<std::vector<int>>(stage, "stores"),
+          each<RowOp>(stage.attr("row_ops"), to_row_op), each<std::pair<int, int>>(stage.attr("keeps"), [](nb::handle k) { return nb::cast<std::pair<int, int>>(k); }),
+          get<std::vector<int>>(stage, "stores"),
           each<Matmul>(stage.attr("matmuls"),
                        [](nb::handle m) {
                          return Matmul{get<int>(m, "matrix"), get<int>(m, "rows"), RowKind(get<int>(m, "row_kind")), get<int>(m, "out"),
@@ -127,10 +128,11 @@ Plan to_plan(nb::handle plan) {
   result.stages = each<Stage>(plan.attr("stages"), to_stage);
   result.hidden = get<int>(plan, "hidden");
   result.hidden_size = get<int64_t>(plan, "hidden_size");
+  result.num_layers = get<int64_t>(plan, "num_layers");
   return result;
 }
 
-Step to_step(nb::handle inputs, nb::handle logits, nb::handle hidden, const Executable& executable) {
+Step to_step(nb::handle inputs, nb::handle logits, nb::handle hidden, nb::handle layers, const Executable& executable) {
   Step step{};
   int64_t num_starts;
   step.token_ids = data<const int32_t>(inputs.attr("token_ids"), "token_ids", {-1}, &step.num_rows);
@@ -141,6 +143,8 @@ Step to_step(nb::handle inputs, nb::handle logits, nb::handle hidden, const Exec
   step.logit_rows = data<const int32_t>(inputs.attr("logit_rows"), "logit_rows", {-1}, &step.num_logit_rows);
   if (!logits.is_none()) step.logits = data<float>(logits, "logits", {step.num_logit_rows, executable.vocab_size()});
   if (!hidden.is_none()) step.hidden = data<float>(hidden, "hidden", {step.num_logit_rows, executable.hidden_size()});
+  if (!layers.is_none())
+    step.layers = data<float>(layers, "layers", {executable.num_layers(), step.num_logit_rows, executable.hidden_size()});
   for (nb::handle table : inputs.attr("block_tables")) {
     int64_t sizes[2];
     const int32_t* ids = data<const int32_t>(table, "block_tables", {step.num_seqs, -1}, sizes);
@@ -193,13 +197,21 @@ void bind_executable(nb::module_& m) {
              self.bind_kv(std::move(converted));
            })
       .def("run",
-           [](Executable& self, nb::handle inputs, nb::handle logits, nb::handle hidden) {
-             const Step step = to_step(inputs, logits, hidden, self);
+           [](Executable& self, nb::handle inputs, nb::handle logits, nb::handle hidden, nb::handle layers) {
+             const Step step = to_step(inputs, logits, hidden, layers, self);
              self.check(step);
              const nb::gil_scoped_release release;
              self.run(step);
            },
-           nb::arg("step"), nb::arg("logits").none(), nb::arg("hidden") = nb::none())
+           nb::arg("step"), nb::arg("logits").none(), nb::arg("hidden") = nb::none(), nb::arg("layers") = nb::none())
+      .def("head",
+           [](Executable& self, nb::handle hidden, nb::handle logits) {
+             int64_t sizes[2];
+             const float* rows = data<const float>(hidden, "hidden", {-1, self.hidden_size()}, sizes);
+             float* out = data<float>(logits, "logits", {sizes[0], self.vocab_size()});
+             const nb::gil_scoped_release release;
+             self.head(rows, sizes[0], out);
+           })
       .def("argmax",
            [](Executable& self, nb::handle rows, nb::handle best) {
              int64_t sizes[2];

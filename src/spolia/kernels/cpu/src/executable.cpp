@@ -154,6 +154,28 @@ void Executable::run(const Step& step) {
       std::memcpy(step.hidden + row * hidden_size(), floats(plan_.hidden, row), size_t(hidden_size()) * sizeof(float));
 }
 
+void Executable::head(const float* hidden, int64_t num_rows, float* logits) {
+  const Matmul& matmul = plan_.stages.back().matmuls.back();
+  const Packed& packed = packed_[matmul.matrix];
+  const size_t row_bytes = kernels_.linear.row_bytes(matmul.row_kind, hidden_size());
+  head_rows_.reserve(row_bytes * size_t(num_rows));
+  for (int64_t row = 0; row < num_rows; ++row)
+    kernels_.linear.prepare_row(matmul.row_kind, hidden + row * hidden_size(), hidden_size(), head_rows_.data() + size_t(row) * row_bytes);
+  const int64_t tiles = ceil_div(packed.n, kTile), chunk = std::max<int64_t>(1, tiles / (threads_->size() * kChunksPerThread));
+  Part part;
+  auto job = [&](int thread) {
+    threads_->share(part, ceil_div(tiles, chunk), thread, [&](int64_t item) {
+      const int64_t begin = item * chunk, end = std::min(begin + chunk, tiles);
+      const int64_t column = begin * kTile, num_columns = std::min(end * kTile, packed.n) - column;
+      kernels_.linear.run(packed, matmul.row_kind, head_rows_.data(), num_rows, logits, vocab_size_, {vector(matmul.bias), nullptr, 0}, begin, end);
+      if (matmul.scale != 1.0f || matmul.softcap != 0.0f)
+        for (int64_t row = 0; row < num_rows; ++row)
+          kernels_.rowwise.softcap(logits + row * vocab_size_ + column, num_columns, matmul.scale, matmul.softcap);
+    });
+  };
+  threads_->run(job);
+}
+
 void Executable::argmax(const float* rows, int64_t num_rows, int64_t width, int64_t* best) {
   Part part;
   auto job = [&](int thread) {
@@ -273,10 +295,21 @@ void Executable::row_part(const Step& step, const Stage& stage, Part& part, int 
         for (int i : stage.merges)
           kernels_.attend.merge(plan_.layers[i].shape, attend_steps_[i], step_row, step_row + 1, shared_scratch_[i]);
       for (const RowOp& op : stage.row_ops) row_op(op, step, row, step_row, thread);
+      if (step.layers) keep(step, stage, step_row);
     }
     for (int i : stage.stores) kernels_.attend.store(plan_.layers[i].shape, attend_steps_[i], begin, end);
   });
   threads_->await(part, num_items);
+}
+
+// Of a stage that has a row for each row of the step.
+void Executable::keep(const Step& step, const Stage& stage, int64_t step_row) {
+  const int32_t* end = step.logit_rows + step.num_logit_rows;
+  const int32_t* found = std::lower_bound(step.logit_rows, end, int32_t(step_row));
+  if (found == end || *found != step_row) return;
+  for (const auto& [buffer, layer] : stage.keeps)
+    std::memcpy(step.layers + (layer * step.num_logit_rows + (found - step.logit_rows)) * hidden_size(), floats(buffer, step_row),
+                size_t(hidden_size()) * sizeof(float));
 }
 
 void Executable::row_op(const RowOp& op, const Step& step, int64_t row, int64_t step_row, int thread) {

@@ -37,6 +37,7 @@ struct Step {
   std::vector<BlockCopy> copies;
   float* logits;  // [num_logit_rows, vocab_size]; null: the head is not computed
   float* hidden;  // [num_logit_rows, hidden_size], what the head reads; null: nobody wants it
+  float* layers;  // [num_layers, num_logit_rows, hidden_size], what each layer reads; null: nobody wants it
 };
 
 struct Range {
@@ -51,6 +52,7 @@ class Executable {
   const Kernels& kernels() const { return kernels_; }
   int64_t vocab_size() const { return vocab_size_; }
   int64_t hidden_size() const { return plan_.hidden_size; }
+  int64_t num_layers() const { return plan_.num_layers; }
   int num_threads() const { return threads_->size(); }
   int num_groups() const { return int(plan_.groups.size()); }
   size_t block_bytes(int group) const { return block_bytes_[group]; }
@@ -62,6 +64,9 @@ class Executable {
   // Throws std::invalid_argument, naming the value and its limit, if the step is not one that `run` can compute.
   void check(const Step& step) const;
   void run(const Step& step);
+
+  // The head alone: logits [num_rows, vocab_size] of rows [num_rows, hidden_size].
+  void head(const float* hidden, int64_t num_rows, float* logits);
 
   // best[row]: where the largest of `width` values of each of `num_rows` rows is; see RowwiseKernels.
   void argmax(const float* rows, int64_t num_rows, int64_t width, int64_t* best);
@@ -91,6 +96,7 @@ class Executable {
   void copy_blocks(const Step& step, int thread);
   void work(const Step& step, int thread);
   void row_part(const Step& step, const Stage& stage, Part& part, int thread);
+  void keep(const Step& step, const Stage& stage, int64_t step_row);
   void row_op(const RowOp& op, const Step& step, int64_t row, int64_t step_row, int thread);
   void multiply(const Step& step, const Stage& stage, Part& part, int thread);
   void multiply_part(const Step& step, const Matmul& matmul, Range rows, Range tiles, int thread);
@@ -114,6 +120,7 @@ class Executable {
   // Of the running step.
   Memory arenas_[3];                    // by domain
   Memory scratch_;                      // of attention
+  Memory head_rows_;                    // prepared, of `head`
   std::vector<View> views_;             // by buffer
   std::vector<AttendStep> attend_steps_;      // by attend layer
   std::vector<uint8_t*> shared_scratch_;      // by attend layer

@@ -6,6 +6,7 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "isa.h"
@@ -73,6 +74,7 @@ struct Stage {
   Domain domain;                // Step or Logits
   std::vector<int> merges;      // attend layers whose splits are merged first
   std::vector<RowOp> row_ops;
+  std::vector<std::pair<int, int>> keeps;  // (buffer, layer): what that layer begins with, for whoever asks
   std::vector<int> stores;      // attend layers whose k and v are stored last
   std::vector<Matmul> matmuls;
   std::vector<int> attends;     // attend layers
@@ -90,6 +92,7 @@ struct Plan {
   std::vector<Stage> stages;
   int hidden;           // buffer of what the head reads, before it is prepared
   int64_t hidden_size;  // its columns
+  int64_t num_layers;   // whose beginnings are kept
 };
 
 }  // namespace spolia
