@@ -60,7 +60,7 @@ def test_what_is_predicted_for_another_size_is_what_is_measured_there(factor):
 def test_the_advice_is_in_words():
     engine = chatty_engine(num_blocks=40)
     _, curve = hit_rate(engine, talks(2, 60))
-    assert "GiB you would have hit" in curve["advice"]
+    assert "MiB you would have hit" in curve["advice"]
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ SCRIPT = {
     "user: hello": "Hello! How are you?",
     "user: a story": STORY,
     "user: more": "And so on. " * 12,
+    "user: a list": "# Rivers\n\n1. The **Rhine**\n2. The *Po*\n\n- wide\n- blue",
     "user: <img src=x onerror=alert(1)>": "<script>alert(1)</script><b>bold</b>",
 }
 
@@ -153,6 +154,11 @@ def test_an_answer_comes_in_markdown_with_where_its_context_came_from(page):
     assert answer.locator("strong").inner_text() == "older"
     assert "prompt tokens reused" in answer.locator(".origin").inner_text()
     assert answer.locator(".bar .k-device").count() >= 1
+    say(page, "a list")
+    answer = page.locator("#messages .assistant").nth(2)
+    assert answer.locator("h3").inner_text() == "Rivers"
+    assert answer.locator("ol li em, ul li").all_inner_texts() == ["Po", "wide", "blue"]
+    assert page.locator("#said").inner_text().startswith("# Rivers")  # whole, for screen readers
     picture(page, "chat-light")
 
 
@@ -246,6 +252,8 @@ def test_the_page_works_with_the_keyboard_alone(page):
 def test_nothing_is_cut_off_on_a_phone(browser, url):
     for page in opened(browser, url, viewport={"width": 390, "height": 780}, color_scheme="dark"):
         say(page, "a story")
+        send = page.locator("#send").bounding_box()
+        assert send["y"] + send["height"] <= 780
         for view in ("chat", "cache"):
             page.click(f"#show-{view}")
             page.wait_for_timeout(400)

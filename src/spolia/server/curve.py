@@ -97,7 +97,8 @@ def _advice(points: list[CurvePoint], bytes_per_token: float) -> str:
         return "no requests yet"
     enough = next(point for point in points if point.hit_rate >= points[-1].hit_rate - 0.01)
     now = next(point for point in points if point.factor == 1.0)
-    size = f"{enough.size_tokens * bytes_per_token / _GIB:.3g} GiB"
+    num_bytes = enough.size_tokens * bytes_per_token
+    size = f"{num_bytes / _GIB:.3g} GiB" if num_bytes >= _GIB else f"{num_bytes / 2**20:.3g} MiB"
     if enough.factor <= 1.0:
         return f"with {size} you would have hit {enough.hit_rate:.0%}; more memory than that buys nothing"
     return f"with {size} you would have hit {enough.hit_rate:.0%}, with what there is {now.hit_rate:.0%}"

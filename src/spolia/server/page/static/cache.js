@@ -25,7 +25,7 @@ async function refresh() {
     trouble.hidden = true;
     note(live);
     drawFigures(live);
-    drawBlocks(live.groups);
+    drawBlocks(live);
     drawTree(live.tree);
     drawRate(live.recent);
     drawSources(live.tokens);
@@ -67,19 +67,34 @@ function legend(id, entries) {
     element("span", {}, styled(element("i"), { background: `var(${name})` }), words)));
 }
 
-function drawBlocks(groups) {
+// One map a pool, from its block ids, and one a tier, by how full it is: its blocks have no places.
+function drawBlocks({ groups, tiers }) {
   const sum = (state) => groups.reduce((total, group) => total + group[state], 0);
-  legend("block-legend", [["--leased", `in use: ${whole(sum("leased"))}`], ["--cached", `cached: ${whole(sum("cached"))}`], ["--free", `free: ${whole(sum("free"))}`]]);
+  legend("block-legend", [["--leased", `in use: ${whole(sum("leased"))}`], ["--cached", `cached: ${whole(sum("cached"))}`], ["--free", `free: ${whole(sum("free"))}`], ...(tiers.length ? [["--lifted", "in a tier"]] : [])]);
   const holder = byId("blocks");
-  while (holder.children.length > groups.length) holder.lastChild.remove();
-  groups.forEach((group, index) => {
-    const canvas = holder.children[index] ?? holder.appendChild(element("canvas", { role: "img" }));
-    canvas.setAttribute("aria-label", `Pool ${index}: ${group.leased} blocks in use, ${group.cached} cached, ${group.free} free, of ${group.total}`);
-    drawCells(canvas, group.cells);
+  const maps = groups.map((group, index) => ({
+    title: `Pool ${index}: ${whole(group.total)} blocks`, cells: group.cells, kind: "--cached",
+    words: `Pool ${index}: ${group.leased} blocks in use, ${group.cached} cached, ${group.free} free, of ${group.total}`,
+  }));
+  for (const tier of tiers) {
+    const size = tier.capacity_bytes, held = tier.num_bytes ?? 0;
+    const words = `${tier.name}: ${bytes(tier.num_bytes)}${size ? ` of ${bytes(size)}` : ""}${tier.state === "up" ? "" : `, ${tier.state}`}`;
+    maps.push({ title: words, words, cells: size ? filled(held / size, Math.max(8, Math.floor(holder.clientWidth / 15))) : [], kind: "--lifted" });
+  }
+  while (holder.children.length > maps.length) holder.lastChild.remove();
+  maps.forEach(({ title, words, cells, kind }, index) => {
+    const map = holder.children[index] ?? holder.appendChild(element("div", {}, element("span", { class: "map" }), element("canvas", { role: "img" })));
+    map.firstChild.textContent = title;
+    map.lastChild.setAttribute("aria-label", words);
+    map.lastChild.hidden = !cells.length; // no limit, nothing to be full of
+    if (cells.length) drawCells(map.lastChild, cells, kind);
   });
 }
 
-function drawCells(canvas, cells) {
+// Cells as the server makes them of a pool: [cached, in use, total].
+const filled = (share, length) => Array.from({ length }, (_, index) => [Math.min(1, Math.max(0, share * length - index)), 0, 1]);
+
+function drawCells(canvas, cells, kind) {
   const ratio = devicePixelRatio, width = canvas.clientWidth, size = cells.length > 400 ? 9 : 13;
   const columns = Math.max(1, Math.floor(width / (size + 2)));
   const height = Math.ceil(cells.length / columns) * (size + 2) + 6;
@@ -88,7 +103,7 @@ function drawCells(canvas, cells) {
   canvas.height = height * ratio;
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
-  const [free, cached, leased] = ["--free", "--cached", "--leased"].map(colour);
+  const [free, cached, leased] = ["--free", kind, "--leased"].map(colour);
   cells.forEach(([numCached, numLeased, total], index) => {
     const x = (index % columns) * (size + 2), y = Math.floor(index / columns) * (size + 2);
     let from = y + size;
@@ -108,7 +123,7 @@ function drawTree({ nodes, num_nodes: numNodes }) {
   const children = nodes.map(() => []), roots = [];
   nodes.forEach((node, index) => (node.parent < 0 ? roots : children[node.parent]).push(index));
   const end = Math.max(1, ...nodes.map((node) => node.start + node.num_tokens));
-  const width = Math.max(320, holder.clientWidth - 20), row = 17, scale = width / end;
+  const width = Math.max(240, holder.clientWidth), row = 17, scale = width / end;
   const bars = [];
   let rows = 0, namespace = null;
   const place = (index) => {
@@ -128,8 +143,9 @@ function drawTree({ nodes, num_nodes: numNodes }) {
   for (const [index, top, tall] of bars) {
     const node = nodes[index], x = node.start * scale, wide = Math.max(1.5, node.num_tokens * scale - 1);
     const words = `tokens ${node.start} to ${node.start + node.num_tokens}, found ${node.num_hits} times${node.num_leases ? ", in use" : ""}${node.pinned ? ", pinned" : ""}: ${node.text}`;
-    const bar = svg("rect", { x, y: top * row, width: wide, height: tall * row - 2, rx: 2, fill: "var(--cached)", "fill-opacity": 0.3 + 0.7 * Math.log1p(node.num_hits) / Math.log1p(most) });
-    const group = svg("g", { role: "listitem", "aria-label": words }, svg("title"), bar);
+    const strength = 0.3 + 0.7 * Math.log1p(node.num_hits) / Math.log1p(most);
+    const bar = svg("rect", { x, y: top * row, width: wide, height: tall * row - 2, rx: 2, fill: "var(--cached)", "fill-opacity": strength });
+    const group = svg("g", { role: "listitem", class: strength > 0.58 ? "strong" : "", "aria-label": words }, svg("title"), bar);
     group.querySelector("title").textContent = words;
     if (node.num_leases) group.append(svg("rect", { x, y: (top + tall) * row - 5, width: wide, height: 3, fill: "var(--leased)" }));
     if (wide > 34) {
@@ -166,6 +182,7 @@ function drawEvictions() {
   lines(byId("evictions"), points, { from: -120, to: 0, top, mark: whole, words: `${whole(now)} blocks are evicted a second now`, note: "now" });
 }
 
+const FRACTIONS = { 0.25: "¼", 0.5: "½" };
 const SOURCES = { shared: ["k-shared", "in use by another"], device: ["k-device", "cached"], computed: ["k-computed", "computed"] };
 
 function drawSources({ by_source: bySource }) {
@@ -173,7 +190,7 @@ function drawSources({ by_source: bySource }) {
   const entries = Object.entries(bySource).sort((one, other) => other[1] - one[1]);
   rows(byId("sources"), "Prompt tokens by where their KV came from", entries.map(([source, count]) => {
     const [kind, words] = SOURCES[source] ?? ["k-tier", `from ${source}`];
-    return { words, share: count / total, kind, figures: [whole(count), percent(count / total)] };
+    return { words, share: count / total, kind, figures: [whole(count), count && count < total / 1000 ? "<0.1%" : percent(count / total)] };
   }));
 }
 
@@ -203,7 +220,7 @@ async function refreshCurve(model) {
   lines(byId("curve"), places, {
     from: Math.min(-2, ...places.map(([at]) => at)), to: Math.max(3, ...places.map(([at]) => at)), top: 1, mark: percent, hasDots: true,
     words: points.length ? points.map((point) => `${percent(point.hit_rate)} at ${point.factor} times the size`).join(", ") : "No requests yet",
-    ticks: points.map((point) => [Math.log2(point.factor), point.factor === 1 ? "now" : `×${point.factor}`]),
+    ticks: points.map((point) => [Math.log2(point.factor), point.factor === 1 ? "now" : `${FRACTIONS[point.factor] ?? point.factor}×`]),
   });
   byId("curve-advice").textContent = advice[0].toUpperCase() + advice.slice(1) + ".";
 }
@@ -216,8 +233,11 @@ function bytes(count) {
 
 function drawTimeline({ recent, lanes }) {
   legend("timeline-legend", [["--lifted", "restored from a tier"], ["--queued", "queued"], ["--cached", "prompt"], ["--leased", "answer"]]);
-  const now = Date.now() / 1000, span = 60, holder = byId("timeline"), width = Math.max(320, holder.clientWidth - 20);
-  const shown = recent.filter((each) => now - each.ended < span).slice(-24).reverse();
+  const now = Date.now() / 1000, holder = byId("timeline"), width = Math.max(240, holder.clientWidth);
+  const shown = recent.filter((each) => now - each.ended < 60).slice(-16).reverse();
+  // As long as what is shown, so that its parts can be told apart.
+  const span = Math.min(60, Math.max(2, ...shown.map((each) => now - each.ended + each.total_s)));
+  byId("timeline-note").textContent = shown.length + lanes.length ? `the last ${span < 10 ? span.toFixed(1) : whole(span)} seconds` : "";
   const left = width < 500 ? 96 : 190, row = 18, at = (time) => left + (width - left) * Math.max(0, 1 - (now - time) / span);
   const picture = svg("svg", { width, height: Math.max(1, shown.length + lanes.length) * row + 16, role: "list" });
   let y = 0;
@@ -241,7 +261,7 @@ function drawTimeline({ recent, lanes }) {
     y += row;
   }
   const axis = svg("text", { x: width, y: y + 13, class: "axis", "text-anchor": "end" });
-  axis.textContent = shown.length + lanes.length ? "the last minute, until now" : "no requests in the last minute";
+  axis.textContent = shown.length + lanes.length ? "now" : "no requests in the last minute";
   picture.append(axis);
   holder.replaceChildren(picture);
 }

@@ -8,7 +8,7 @@ let stop = null; // aborts the answer that is coming
 
 const SOURCES = {
   shared: ["k-shared", "shared with a running request"],
-  device: ["k-device", "reused from the cache"],
+  device: ["k-device", "from the cache"],
   computed: ["k-computed", "computed"],
 };
 
@@ -96,17 +96,26 @@ function fill(item, message) {
 // "Where did this context come from": every prompt token by its source.
 function origin({ ranges, num_prompt_tokens, num_cached_tokens, reason, text_after, first_token_s }) {
   const bar = element("div", { class: "bar", role: "img", "aria-label": `${num_cached_tokens} of ${num_prompt_tokens} prompt tokens were reused` });
+  const bySource = new Map();
   for (const range of ranges ?? []) {
     const [kind, words] = SOURCES[range.source] ?? ["k-tier", `brought up from ${range.source}`];
     const count = range.stop - range.start;
-    const why = range.reason ? `: ${range.reason.replaceAll("_", " ")}` : "";
+    const why = range.reason ? `: ${reasons(range.reason)}` : "";
+    const about = bySource.get(kind + words) ?? { kind, words, count: 0 };
+    about.count += count;
+    bySource.set(kind + words, about);
     bar.append(styled(element("span", { class: kind, title: `${whole(count)} tokens ${words}${why}` }), { flexGrow: count }));
   }
+  const after = (text_after ?? "").replace(/<\|[^|]*\|?>?/g, " ").replace(/\s+/g, " ").trim().slice(0, 30); // without the template's marks
   const told = [`${whole(num_cached_tokens)} of ${whole(num_prompt_tokens)} prompt tokens reused (${percent(num_cached_tokens / num_prompt_tokens)})`];
-  if (reason && reason !== "full") told.push(`then: ${reason.replaceAll("_", " ")}${text_after ? ` at “${text_after.slice(0, 30)}”` : ""}`);
+  if (reason && reason !== "full") told.push(`then: ${reasons(reason)}${after ? ` at “${after}”` : ""}`);
   if (first_token_s) told.push(`first token after ${Math.round(1000 * first_token_s)} ms`);
-  return element("div", { class: "origin" }, bar, told.join(" · "));
+  const legend = [...bySource.values()].map(({ kind, words, count }) =>
+    element("span", {}, element("i", { class: kind }), `${whole(count)} ${words}`));
+  return element("div", { class: "origin" }, bar, told.join(" · "), element("div", { class: "legend" }, ...legend));
 }
+
+const reasons = (reason) => reason.replaceAll("_", " ");
 
 async function send() {
   const question = byId("question");
@@ -133,8 +142,9 @@ async function send() {
       const list = byId("messages");
       if (list.scrollHeight - list.scrollTop - list.clientHeight < 120) list.scrollTop = list.scrollHeight;
     });
+    byId("said").textContent = answer.content; // once it is whole: not word by word
   } catch (error) {
-    if (error.name !== "AbortError") answer.wrong = error.message;
+    if (error.name !== "AbortError") answer.wrong = byId("said").textContent = error.message;
     fill(item, answer);
   } finally {
     stop = null;

@@ -32,6 +32,8 @@ setTheme(localStorage.getItem("theme") ?? (matchMedia("(prefers-color-scheme: da
 byId("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
 byId("show-chat").addEventListener("click", () => show("chat"));
 byId("show-cache").addEventListener("click", () => show("cache"));
+// The keyboard moves, the address does not: it says which view is open.
+byId("skip").addEventListener("click", (event) => { event.preventDefault(); byId(byId("question").offsetParent ? "question" : "cache").focus(); });
 byId("key").addEventListener("change", listModels);
 listModels();
 startChat();
