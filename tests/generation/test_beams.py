@@ -222,7 +222,9 @@ def test_every_answer_of_constrained_beams_has_all_phrases(model, num_beams):
         ({"force_words_ids": [[]]}, "force_words_ids"),
         ({"force_words_ids": [[[]]]}, "force_words_ids"),
         ({"force_words_ids": [[[1]]], "sampling": SamplingParams()}, "force_words_ids"),
-        ({"sampling": SamplingParams(mirostat=2)}, "sampling"),
+        ({"sampling": SamplingParams(mirostat=2)}, "mirostat"),
+        ({"processing": SamplingParams(guidance_scale=2.0)}, "guidance_scale"),
+        ({"processing": SamplingParams(), "sampling": SamplingParams()}, "processing"),
     ],
     ids=str,
 )

@@ -47,6 +47,14 @@ CASES = [
         {"num_beams": 3, "n": 3, "do_sample": True, "seed": 9, "temperature": 1.5, "top_k": 40},
         {"num_beams": 3, "sampling": SamplingParams(seed=9, temperature=1.5, top_k=40)},
     ),
+    (
+        {"num_beams": 3, "n": 3, "presence_penalty": 2.0, "bad_words": ["a"], "stop": "e", "logprobs": 2},
+        {"num_beams": 3, "processing": SamplingParams(presence_penalty=2.0, bad_words=("a",), stop="e", logprobs=2)},
+    ),
+    (
+        {"num_beams": 3, "n": 2, "guided_regex": "[a-c]{4}|[x-z]{6}"},
+        {"num_beams": 3, "processing": SamplingParams(structured_outputs={"regex": "[a-c]{4}|[x-z]{6}"})},
+    ),
 ]
 
 
@@ -64,6 +72,10 @@ def test_beams_over_http_are_those_of_python(url, fields, params):
     assert reply["usage"]["prompt_tokens"] == len(PROMPT)
     assert reply["usage"]["completion_tokens"] == sum(len(beam.token_ids) for beam in expected)
     assert reply["system_fingerprint"]
+    assert [choice["stop_reason"] for choice in reply["choices"]] == [beam.stop_reason for beam in expected]
+    if "logprobs" in fields:
+        shown = [choice["logprobs"]["token_logprobs"] for choice in reply["choices"]]
+        assert shown == [[token.logprob for token in beam.logprobs] for beam in expected]
 
 
 def test_each_of_several_prompts_has_its_beams_and_its_echo(url):
@@ -93,13 +105,12 @@ def test_chats_have_beams(url):
         ({"num_beams": 2, "n": 3}, "n"),
         ({"num_beams": 0}, "num_beams"),
         ({"num_beams": 99}, "num_beams"),
-        ({"num_beams": 2, "logprobs": 1}, "logprobs"),
         ({"num_beams": 2, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"num_beams": 2, "explain": True}, "explain"),
-        ({"num_beams": 2, "stop": "x"}, "stop"),
-        ({"num_beams": 2, "repetition_penalty": 1.1}, "repetition_penalty"),
         ({"num_beams": 2, "guidance_scale": 2.0}, "guidance_scale"),
-        ({"num_beams": 2, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"num_beams": 2, "guided_regex": "("}, "guided_regex"),
+        ({"num_beams": 2, "dola_layers": "low"}, "dola_layers"),
+        ({"num_beams": 2, "allowed_token_ids": [5], "suppress_tokens": [5]}, None),
         ({"num_beams": 2, "temperature": 0.7}, "temperature"),
         ({"num_beams": 2, "top_p": 0.7}, "top_p"),
         ({"num_beams": 2, "do_sample": True, "temperature": 0}, "do_sample"),
@@ -118,6 +129,13 @@ def test_what_does_not_go_with_beams_or_only_with_them_is_refused(url, fields, p
     reply = complete(url, **fields)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
+
+
+def test_a_phrase_counts_once_however_many_ways_there_are_to_begin_it(url):
+    """ "zigzag" may come with a space before it, which alone would be too long."""
+    reply = complete(url, num_beams=3, force_words=["zigzag"], max_tokens=6)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"][0]["text"] == "zigzag"
 
 
 def test_a_phrase_that_must_come_comes(url):

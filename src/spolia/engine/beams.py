@@ -2,25 +2,47 @@
 
 A beam is a request of one token whose prompt is the prompt and what the beam has said, so beams share in the cache all
 that they have in common, a beam that forks copies at most a part of a block, and neighbours in the batch do what they
-do.
+do. Processors, the form and stop strings see a beam as they would see an answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from spolia.engine.admission import Admission
 from spolia.engine.outputs import BeamOutput, RequestOutput
+from spolia.engine.request import text_stream
 from spolia.errors import InvalidRequest
-from spolia.generation import BeamParams, BeamSearch, LogitsTap, SamplingParams
-from spolia.models import Tokenizer
+from spolia.generation import BeamParams, BeamSearch, LogitsTap, Pipeline, SamplingParams, TokenLogprobs, score_token
 
 __all__ = ["BeamRun"]
 
 _HOPELESS = -1e8  # beams below it are placeholders, or have ended
+_ASK = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, exact_kv=True)  # nothing tells of rounded KV
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """What is known of a beam besides its score.
+
+    Attributes:
+        pipeline: its place in the form, and what processors see of it; None: there are no processors.
+        logprobs: of its tokens; empty if nobody asked.
+        text: without what ended it.
+        stop_reason: the stop string, pattern or id that ended it.
+        has_ended: by its text, its form or its last token.
+    """
+
+    pipeline: Pipeline | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    text: str = ""
+    stop_reason: str | int | None = None
+    has_ended: bool = False
 
 
 class BeamRun:
@@ -32,38 +54,39 @@ class BeamRun:
     Attributes:
         prompt_token_ids: as admitted.
         num_cached_tokens: of the prompt, when the search began.
+        num_truncated_tokens: dropped from the prompt, which was too long.
 
     Raises:
-        InvalidRequest: the prompt and `max_tokens` do not fit the context, or the model lacks a token of a phrase.
+        InvalidRequest: the prompt and `max_tokens` do not fit the context, the model lacks a token of a phrase, or a
+            processor or form cannot be made.
     """
 
-    def __init__(
-        self, admission: Admission, tokenizer: Tokenizer, prompt: str | Sequence[int] | np.ndarray, params: BeamParams
-    ) -> None:
-        checked = SamplingParams(
-            max_tokens=params.max_tokens,
-            stop_token_ids=params.stop_token_ids,
-            seed=None if params.sampling is None else params.sampling.seed,
-        )
+    def __init__(self, admission: Admission, prompt: str | Sequence[int] | np.ndarray, params: BeamParams) -> None:
         highest = max((id_ for word in params.force_words_ids for ids in word for id_ in ids), default=0)
         if highest >= admission.vocab_size:
             raise InvalidRequest(
                 f"force_words_ids holds {highest}; token ids go up to {admission.vocab_size - 1}",
                 param="force_words_ids",
             )
-        request = admission.admit(prompt, checked)
+        asked = replace(
+            params.scoring,
+            max_tokens=params.max_tokens,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+        )
+        self._request = request = admission.admit(prompt, asked)
         self.prompt_token_ids: list[int] = request.prompt_token_ids.tolist()
         self.num_cached_tokens = 0
+        self.num_truncated_tokens = request.num_truncated_tokens
         self.seed = request.seed
-        self._params = params
-        self._tokenizer = tokenizer
-        self._final_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(admission.eos_token_ids)
-        )
-        self._search = BeamSearch(params, self._final_ids, seed=request.seed)
+        self._tokenizer = admission.tokenizer
+        self._search = BeamSearch(params, request.final_ids, seed=request.seed, has_ended=self._has_ended)
         self._log_probs = np.zeros((params.num_beams, admission.vocab_size), np.float32)
+        self._final_ids = np.fromiter(request.final_ids, np.int32)
         self._alive: list[int] = []
         self._taps: list[LogitsTap] = []
+        self._raw: dict[Ids, np.ndarray] = {}  # by beam: the model's own log-probabilities for its next token
+        self._paths: dict[Ids, _Path] = {(): _Path(self._pipeline_of((), request.pipeline))}
         self._has_begun = False
 
     @property
@@ -75,30 +98,102 @@ class BeamRun:
         # At first all beams are the prompt; later a beam that has no chance need not be computed.
         self._alive = [index for index, beam in enumerate(self._search.running) if beam.score > _HOPELESS]
         self._taps = [LogitsTap() for _ in self._alive]
-        plain = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, exact_kv=True)  # nothing tells of less
         prompts = [self.prompt_token_ids + list(self._search.running[index].token_ids) for index in self._alive]
         return [
-            (prompt, replace(plain, logits_processors=(tap,))) for prompt, tap in zip(prompts, self._taps, strict=True)
+            (prompt, replace(_ASK, logits_processors=(tap,))) for prompt, tap in zip(prompts, self._taps, strict=True)
         ]
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:
-        """Go on, with the answers to the last `requests`."""
+        """Go on, with the answers to the last `requests`.
+
+        Raises:
+            InvalidRequest: what is forbidden leaves no beam to go on with, or a processor of the user's fails.
+        """
         if not self._has_begun:
             self._has_begun = True
             self.num_cached_tokens = outputs[0].num_cached_tokens
+        running = self._search.running
         self._log_probs[:] = 0.0
+        self._raw = {running[i].token_ids: tap.log_probs for i, tap in zip(self._alive, self._taps, strict=True)}
         for index, tap in zip(self._alive, self._taps, strict=True):
-            self._log_probs[index] = tap.log_probs
+            row = self._log_probs[index]
+            row[:] = tap.log_probs
+            self._process(row, running[index].token_ids)
+        if not np.isfinite(self._log_probs[self._alive].max()):
+            raise InvalidRequest("what this request forbids leaves no token for any beam; loosen its constraints")
         self._search.advance(self._log_probs)
+        kept = [beam.token_ids for beam in self._search.running if beam.score > _HOPELESS]
+        kept += [beam.token_ids for beam in self._search.answers]
+        self._paths = {ids: self._path(ids) for ids in kept}
+
+    def _process(self, row: np.ndarray, ids: Ids) -> None:
+        if len(ids) < self._request.params.min_tokens:
+            row[self._final_ids] = -np.inf
+        pipeline = self._paths[ids].pipeline
+        if pipeline is None:
+            return
+        pipeline.process(row[None], len(self.prompt_token_ids) + len(ids))
+        if pipeline.trouble is not None:
+            raise InvalidRequest(f"after {len(ids)} tokens of a beam: {pipeline.trouble}")
+
+    def _has_ended(self, ids: Ids) -> bool:
+        return self._path(ids).has_ended
+
+    def _path(self, ids: Ids) -> _Path:
+        """Of a beam that runs, has ended, or is a token longer than one that ran."""
+        if ids not in self._paths:
+            self._paths[ids] = self._longer(self._paths[ids[:-1]], ids)
+        return self._paths[ids]
+
+    def _longer(self, parent: _Path, ids: Ids) -> _Path:
+        params, token_id = self._request.params, ids[-1]
+        logprobs = parent.logprobs
+        if params.logprobs is not None:
+            logprobs += (score_token(self._raw[ids[:-1]], token_id, params.logprobs),)
+        pipeline = self._pipeline_of(ids, parent.pipeline)
+        may_stop = len(ids) > params.min_tokens
+        if may_stop and token_id in self._request.final_ids:
+            text, _ = self._text_of(ids if params.include_stop_str_in_output else ids[:-1])
+            return _Path(pipeline, logprobs, text, token_id if token_id in params.stop_token_ids else None, True)
+        text, stop = self._text_of(ids)
+        is_complete = pipeline is not None and pipeline.is_complete
+        return _Path(pipeline, logprobs, text, stop, stop is not None or is_complete)
+
+    def _pipeline_of(self, ids: Ids, parent: Pipeline | None) -> Pipeline | None:
+        if parent is None:
+            return None
+        said = np.array([*self.prompt_token_ids, *ids], np.int32)
+        return parent.fork(said, len(self.prompt_token_ids), seed=self.seed)
+
+    def _text_of(self, ids: Ids) -> tuple[str, str | None]:
+        """The text, and the stop string that ends it."""
+        params, tokenizer = self._request.params, self._tokenizer
+
+        def shown(token_id: int) -> bytes:
+            hidden = params.skip_special_tokens and tokenizer.is_special(token_id)
+            return b"" if hidden else tokenizer.token_bytes(token_id)
+
+        stream = text_stream(self._request, shown)
+        parts = []
+        for index, token_id in enumerate(ids):
+            text, stop = stream.feed(token_id, may_stop=index >= params.min_tokens)
+            parts.append(text)
+            if stop is not None:
+                return "".join(parts), stop
+        return "".join(parts) + stream.finish(), None
 
     def beams(self) -> list[BeamOutput]:
         """The answers so far, best first."""
+        with_logprobs = self._request.params.logprobs is not None
         return [
             BeamOutput(
                 beam.token_ids,
-                self._tokenizer.decode(beam.token_ids),
+                path.text,
                 beam.score,
-                "stop" if beam.token_ids[-1] in self._final_ids else "length",
+                "stop" if path.has_ended else "length",
+                path.stop_reason,
+                path.logprobs if with_logprobs else None,
             )
             for beam in self._search.answers
+            if (path := self._path(beam.token_ids))
         ]

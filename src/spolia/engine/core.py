@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from spolia.engine.drafter import Drafter
 from spolia.engine.outputs import Counters, Delta, EngineStats, RequestOutput
-from spolia.engine.request import Request, Sequence
+from spolia.engine.request import Request, Sequence, text_stream
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
 from spolia.engine.tiering import Tiering
 from spolia.errors import InvalidRequest, ModelError, SpoliaError
-from spolia.generation import DraftCount, PatternTextStream, Sampler, Samples, TextStream
+from spolia.generation import DraftCount, Sampler, Samples, TextStream
 from spolia.kernels import BLOCK_SIZE, Executable
 from spolia.kvcache import KVCache
 
@@ -208,12 +208,7 @@ class EngineCore:
         token_bytes = self._token_bytes if params.skip_special_tokens else self._special_token_bytes
         if request.num_skipped_bytes:
             token_bytes = _without_first(request.num_skipped_bytes, token_bytes)
-        keep_stop, pattern = params.include_stop_str_in_output, request.stop_pattern
-        if pattern is None:
-            text = TextStream(token_bytes, stop=params.stop, keep_stop=keep_stop)
-        else:
-            text = PatternTextStream(token_bytes, pattern=pattern, stop=params.stop, keep_stop=keep_stop)
-        sequence = Sequence(request, text)
+        sequence = Sequence(request, text_stream(request, token_bytes))
         if request.guide is not None:
             sequence.pair_with(Sequence(request.guide, TextStream(token_bytes)))
         elif self._drafter is not None:

@@ -188,7 +188,7 @@ class LLM:
         Raises:
             InvalidRequest: the prompt and `max_tokens` do not fit the context.
         """
-        run = BeamRun(self._engine.admission, self.model.tokenizer, prompt, params or BeamParams())
+        run = BeamRun(self._engine.admission, prompt, params or BeamParams())
         while not run.is_over:
             requests = run.requests()
             run.take(self.generate([ids for ids, _ in requests], [each for _, each in requests], cache_salt=cache_salt))

@@ -110,13 +110,17 @@ class BeamOutput(NamedTuple):
     Attributes:
         token_ids: generated ids, the one that ended it included.
         score: sum of log-probabilities, divided by the length to the power of the length penalty.
-        finish_reason: "stop" if its last token ends answers, else "length".
+        finish_reason: "stop" or "length".
+        stop_reason: as in `RequestOutput`.
+        logprobs: where asked for, one entry a token: of the model, before any processor.
     """
 
     token_ids: tuple[int, ...]
     text: str
     score: float
     finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class ContrastiveOutput(NamedTuple):

@@ -12,6 +12,7 @@ A decoding sequence has one pending token, the one sampled last; a prefill has m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from spolia.engine.outputs import FinishReason, RequestOutput, Timings
 from spolia.errors import Bug
 from spolia.generation import (
     Guesser,
+    PatternTextStream,
     Pipeline,
     RowSampling,
     SamplingParams,
@@ -35,7 +37,7 @@ from spolia.generation import (
 from spolia.kvcache import Explanation, Lease, Outcome, TokenRange, Wish, attribute
 from spolia.tiers import KeyChain
 
-__all__ = ["Request", "Sequence"]
+__all__ = ["Request", "Sequence", "text_stream"]
 
 _TOOL_CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=", "```tool_call")
 """How the models that call tools write it. A call that is not recognised is kept like any other reply."""
@@ -92,6 +94,15 @@ class Request:
     def may_end_early(self) -> bool:
         """Whether anything but its tokens and its text may end it."""
         return self.params.max_time is not None or bool(self.params.stopping_criteria)
+
+
+def text_stream(request: Request, token_bytes: Callable[[int], bytes]) -> TextStream:
+    """The text of an answer to `request`, from its first token on."""
+    params, keep_stop = request.params, request.params.include_stop_str_in_output
+    if request.stop_pattern is None:
+        return TextStream(token_bytes, stop=params.stop, keep_stop=keep_stop)
+    pattern = request.stop_pattern.fork()
+    return PatternTextStream(token_bytes, pattern=pattern, stop=params.stop, keep_stop=keep_stop)
 
 
 def ends_in_tool_call(text: str) -> bool:

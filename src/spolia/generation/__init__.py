@@ -6,7 +6,7 @@ its parameters, its seed and its position, to the bit, whoever its neighbours in
 
 from __future__ import annotations
 
-from spolia.generation.beams import Beam, BeamParams, BeamSearch
+from spolia.generation.beams import NOT_WITH_BEAMS, Beam, BeamParams, BeamSearch
 from spolia.generation.contrastive import ContrastiveParams, ContrastiveSearch
 from spolia.generation.decisions import Stage
 from spolia.generation.drafting import MAX_DRAFTS, NO_GUESS, Acceptance, DraftCount, Guess, Guesser
@@ -24,7 +24,7 @@ from spolia.generation.processors import (
     import_processor,
 )
 from spolia.generation.reasoning import ReasoningPart, ReasoningSplitter
-from spolia.generation.sampler import RowSampling, Sampler, Samples, TokenLogprobs
+from spolia.generation.sampler import RowSampling, Sampler, Samples, TokenLogprobs, score_token
 from spolia.generation.stop_regex import PatternTextStream, StopPattern
 from spolia.generation.structured import StructuredOutput
 from spolia.generation.suffixes import SuffixIndex
@@ -37,6 +37,7 @@ __all__ = [
     "FILTER_NAMES",
     "MAX_DRAFTS",
     "MAX_LOGPROBS",
+    "NOT_WITH_BEAMS",
     "NO_GUESS",
     "PROCESSORS",
     "Acceptance",
@@ -74,5 +75,6 @@ __all__ = [
     "build_pipeline",
     "first_met",
     "import_processor",
+    "score_token",
     "uniform",
 ]

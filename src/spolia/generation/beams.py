@@ -27,10 +27,17 @@ from spolia.generation.params import SamplingParams
 from spolia.generation.pipeline import filters_of
 from spolia.generation.processors.candidates import Candidates, Scratch
 
-__all__ = ["Beam", "BeamParams", "BeamSearch"]
+__all__ = ["NOT_WITH_BEAMS", "Beam", "BeamParams", "BeamSearch"]
 
 _NEVER = -1.0e9  # the score of what must not be chosen
 _MAX_WORDS = 64
+_DEFAULTS = SamplingParams()
+
+NOT_WITH_BEAMS = (
+    *("mirostat", "xtc_probability", "guidance_scale", "dola_layers", "token_healing", "prompt_logprobs"),
+    *("explain_candidates", "max_time", "stopping_criteria", "prediction"),
+)
+"""Parameters that follow one text, or tell of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +54,9 @@ class BeamParams:
         stop_token_ids: end an answer, besides the model's own end-of-text tokens.
         ignore_eos: the model's own do not.
         sampling: beams are drawn, with the temperature, filters and seed of these, and not the best taken; None: not.
+            All else of these applies too, as in `processing`.
+        processing: processors, the form, stop strings and log-probabilities of these apply, and neither temperature nor
+            filters, for beams that are not drawn.
         num_beam_groups: so many groups of as many beams each, which avoid each other's tokens.
         diversity_penalty: what a token loses for each beam of the groups before that has it at the same place.
         force_words_ids: phrases that an answer must have, each a list of alternatives, each a sequence of token ids.
@@ -63,6 +73,7 @@ class BeamParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling: SamplingParams | None = None
+    processing: SamplingParams | None = None
     num_beam_groups: int = 1
     diversity_penalty: float = 0.0
     force_words_ids: tuple[tuple[tuple[int, ...], ...], ...] = ()
@@ -79,9 +90,16 @@ class BeamParams:
             )
         self._check_groups()
         self._check_words()
-        sampling = self.sampling
-        if sampling is not None and (sampling.mirostat or sampling.xtc_probability):
-            raise InvalidRequest("mirostat and XTC have no meaning for beams: each follows one text", param="sampling")
+        if self.sampling is not None and self.processing is not None:
+            raise InvalidRequest("sampling has all that processing has; give one of them", param="processing")
+        for name in NOT_WITH_BEAMS:
+            if (value := getattr(self.scoring, name)) != getattr(_DEFAULTS, name):
+                raise InvalidRequest(f"{name} is {value!r}: it does not go with beam search; leave it out", param=name)
+
+    @property
+    def scoring(self) -> SamplingParams:
+        """What a beam's scores are made with, besides the model."""
+        return self.sampling or self.processing or _DEFAULTS
 
     def _check_groups(self) -> None:
         check_integer("num_beam_groups", self.num_beam_groups, 1, self.num_beams)
@@ -112,10 +130,10 @@ class BeamParams:
             raise InvalidRequest(
                 f"{name} holds {len(words)} phrases; allowed are {_MAX_WORDS}, each with an alternative", param=name
             )
-        needed = sum(max(map(len, alternatives)) for alternatives in words)
+        needed = sum(min(map(len, alternatives)) for alternatives in words)
         if needed > self.max_tokens:
             raise InvalidRequest(
-                f"{name} has {needed} tokens, more than max_tokens ({self.max_tokens}); raise that", param=name
+                f"{name} has at least {needed} tokens, more than max_tokens ({self.max_tokens}); raise that", param=name
             )
         if self.sampling is not None:
             raise InvalidRequest(f"{name} does not go with sampling", param=name)
@@ -139,17 +157,27 @@ class BeamSearch:
     Args:
         final_ids: end an answer.
         seed: for beams that are drawn.
+        has_ended: whether ids are a whole answer for another reason than the last of them.
 
     Attributes:
         running: the beams whose next token is due. The first time all are equal, and the first one of a group counts.
         is_over: nothing that runs can change the outcome any more.
     """
 
-    def __init__(self, params: BeamParams, final_ids: Collection[int], *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        params: BeamParams,
+        final_ids: Collection[int],
+        *,
+        seed: int = 0,
+        has_ended: Callable[[tuple[int, ...]], bool] = lambda _: False,
+    ) -> None:
         self._params = params
         num_beams = params.num_beams // params.num_beam_groups
         final = frozenset(final_ids)
-        self._groups = [_Group(params, num_beams, final, _chooser(params, seed)) for _ in range(params.num_beam_groups)]
+        self._groups = [
+            _Group(params, num_beams, final, _chooser(params, seed), has_ended) for _ in range(params.num_beam_groups)
+        ]
 
     @property
     def running(self) -> list[Beam]:
@@ -189,11 +217,19 @@ Chooser = Callable[["Sequence[Beam]", NDArray[np.float32], int], "list[Beam]"]
 class _Group:
     """Beams that compete with each other."""
 
-    def __init__(self, params: BeamParams, num_beams: int, final_ids: frozenset[int], choose: Chooser) -> None:
+    def __init__(
+        self,
+        params: BeamParams,
+        num_beams: int,
+        final_ids: frozenset[int],
+        choose: Chooser,
+        has_ended: Callable[[tuple[int, ...]], bool],
+    ) -> None:
         self._params = params
         self._num_beams = num_beams
         self._final_ids = final_ids
         self._choose = choose
+        self._has_ended = has_ended
         self._num_kept = max(2, 1 + len(final_ids)) * num_beams
         self._may_improve = True
         self.answers: list[Beam] = []
@@ -204,7 +240,12 @@ class _Group:
         num_beams = self._num_beams
         length = len(self.running[0].token_ids) + 1
         beams = self._choose(self.running, log_probs, self._num_kept)
-        ends = [beam.token_ids[-1] in self._final_ids or length >= self._params.max_tokens for beam in beams]
+        ends = [
+            beam.token_ids[-1] in self._final_ids
+            or length >= self._params.max_tokens
+            or (beam.score > _NEVER / 2 and self._has_ended(beam.token_ids))
+            for beam in beams
+        ]
         self._take_answers(
             [beam for beam, has_ended in zip(beams[:num_beams], ends[:num_beams], strict=True) if has_ended], length
         )
@@ -212,7 +253,8 @@ class _Group:
         stopped = [beam._replace(score=beam.score + _NEVER) for beam, e in zip(beams, ends, strict=True) if e]
         self.running = (going_on + stopped)[:num_beams]
         self._look_ahead(length)
-        self.is_over = not self._may_improve or self._is_full or all(ends)
+        goes_on = self.running[0].score > _NEVER / 2
+        self.is_over = not self._may_improve or self._is_full or all(ends) or not goes_on
 
     @property
     def _is_full(self) -> bool:
@@ -226,7 +268,7 @@ class _Group:
         answers = self.answers + [
             beam._replace(score=beam.score / divisor)
             for beam in ended
-            if not words or _said(beam.token_ids, words).is_all
+            if beam.score > _NEVER / 2 and (not words or _said(beam.token_ids, words).is_all)
         ]
         self.answers = sorted(answers, key=lambda beam: -beam.score)[: self._num_beams]
 
@@ -244,7 +286,7 @@ def _chooser(params: BeamParams, seed: int) -> Chooser:
     if params.sampling is not None:
         return _Drawn(params.sampling, seed).choose
     if params.force_words_ids:
-        return _Constrained(params.force_words_ids, params.num_beams).choose
+        return _Constrained(params.force_words_ids, params.num_beams, params.max_tokens).choose
     return _best
 
 
@@ -279,11 +321,15 @@ class _Drawn:
 
 
 class _Constrained:
-    """The best of each bank in turn, the bank with most of the phrases first, so that every bank keeps a beam."""
+    """The best of each bank in turn, the bank with most of the phrases first, so that every bank keeps a beam.
 
-    def __init__(self, words: Words, num_beams: int) -> None:
+    Beams that have no room left for what they must say come last.
+    """
+
+    def __init__(self, words: Words, num_beams: int, max_tokens: int) -> None:
         self._words = words
         self._num_beams = num_beams
+        self._max_tokens = max_tokens
 
     def choose(self, running: Sequence[Beam], log_probs: NDArray[np.float32], count: int) -> list[Beam]:
         total = _total(running, log_probs)
@@ -294,10 +340,14 @@ class _Constrained:
                 chosen |= dict.fromkeys(index * vocab_size + id_ for id_ in _said(beam.token_ids, self._words).next_ids)
         beams = sorted(_longer(running, total, np.array(list(chosen))), key=lambda beam: -beam.score)
         banks: dict[int, list[Beam]] = {}
+        late: list[Beam] = []
         for beam in beams:
-            banks.setdefault(_said(beam.token_ids, self._words).num_tokens, []).append(beam)
+            said = _said(beam.token_ids, self._words)
+            has_room = len(beam.token_ids) + said.num_left <= self._max_tokens
+            (banks.setdefault(said.num_tokens, []) if has_room else late).append(beam)
         ordered = [banks[num_tokens] for num_tokens in sorted(banks, reverse=True)]
-        return [bank[turn] for turn in range(max(map(len, ordered))) for bank in ordered if turn < len(bank)]
+        longest = max(map(len, ordered), default=0)
+        return [bank[turn] for turn in range(longest) for bank in ordered if turn < len(bank)] + late
 
 
 Words = tuple[tuple[tuple[int, ...], ...], ...]
@@ -309,12 +359,16 @@ class _Said(NamedTuple):
     Attributes:
         num_tokens: of the phrases; a phrase that is broken off counts for nothing.
         next_ids: tokens that say more.
-        is_all: nothing is left to say.
+        num_left: tokens that it takes at least to say the rest.
     """
 
     num_tokens: int
     next_ids: tuple[int, ...]
-    is_all: bool
+    num_left: int
+
+    @property
+    def is_all(self) -> bool:
+        return self.num_left == 0
 
 
 def _said(ids: tuple[int, ...], words: Words) -> _Said:
@@ -331,8 +385,13 @@ def _said(ids: tuple[int, ...], words: Words) -> _Said:
                 num_tokens += len(begun)
                 begun = ()
                 break
-    ways = (one[len(begun)] for phrase in left for one in phrase if one[: len(begun)] == begun)
-    return _Said(num_tokens + len(begun), tuple(dict.fromkeys(ways)), not left)
+    ways = [(phrase, one) for phrase in left for one in phrase if one[: len(begun)] == begun]
+    saved = max((min(map(len, phrase)) - len(one) + len(begun) for phrase, one in ways), default=0)
+    return _Said(
+        num_tokens + len(begun),
+        tuple(dict.fromkeys(one[len(begun)] for _, one in ways)),
+        sum(min(map(len, phrase)) for phrase in left) - max(0, saved),
+    )
 
 
 def _total(running: Sequence[Beam], log_probs: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -9,6 +9,7 @@ request without processors has no pipeline, and costs what it did before there w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -276,6 +277,22 @@ class Pipeline:
         self._history.num_tokens = num_tokens
         self._form.take(self._history)
         return self._form.is_complete
+
+    def fork(self, token_ids: NDArray[np.int32], num_prompt_tokens: int, *, seed: int) -> Pipeline:
+        """Another, for a text that goes on from this one's in its own way: a beam. Processors are the same objects."""
+        forked = copy(self)
+        forked._history = History(token_ids, num_prompt_tokens, vocab_size=self._vocab_size, seed=seed)
+        forked._history.num_tokens = len(token_ids)
+        if self._form is not None:
+            form = forked._form = self._form.fork()
+            forked._processors = [(name, form if it is self._form else it) for name, it in self._processors]
+            form.take(forked._history)
+        return forked
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing more may follow: the answer has the form that it must have."""
+        return self._form is not None and self._form.is_complete
 
     def forced_ids(self) -> list[int]:
         """Tokens that the form of the answer leaves no choice about; often none."""

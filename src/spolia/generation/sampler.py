@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from spolia.generation.params import SamplingParams
 from spolia.generation.pipeline import Pipeline
-from spolia.generation.processors.candidates import Candidates, Scratch, most_likely
+from spolia.generation.processors.candidates import Candidates, Scratch, largest, most_likely
 from spolia.generation.uniform import uniform
 
-__all__ = ["RowSampling", "Sampler", "Samples", "TokenLogprobs"]
+__all__ = ["RowSampling", "Sampler", "Samples", "TokenLogprobs", "score_token"]
 
 _NUM_SLICES = 512
 _BUCKET = 256
@@ -233,6 +233,13 @@ class Sampler:
                 return ids, weights
             depth *= 2.0
         return np.arange(self._vocab_size), self._weights[: self._vocab_size].astype(np.float64)
+
+
+def score_token(log_probs: NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
+    """What a row of log-probabilities, `[vocab_size]`, says of a token."""
+    ids = largest(log_probs, num_top) if num_top else np.empty(0, np.intp)
+    ids = ids[np.argsort(-log_probs[ids], kind="stable")][:num_top]
+    return TokenLogprobs(token_id, float(log_probs[token_id]), tuple((int(i), float(log_probs[i])) for i in ids))
 
 
 def _argmax(rows: NDArray[np.float32]) -> NDArray[np.int64]:

@@ -7,6 +7,7 @@ sends cannot hold up the engine, as a backtracking matcher's could.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING
 
 from spolia.errors import InvalidRequest
@@ -44,6 +45,12 @@ class StopPattern:
                 param="stop_regex",
             )
         self._matcher: LLMatcher = matcher
+
+    def fork(self) -> StopPattern:
+        """Another, for a text of its own; none may have been fed to this one."""
+        forked = copy(self)
+        forked._matcher = self._matcher.deep_copy()
+        return forked
 
     def feed(self, text: str) -> int | None:
         """Go on with `text`; how many of its characters there are to the end of the first match, or None."""

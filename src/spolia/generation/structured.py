@@ -115,6 +115,14 @@ class GrammarMask:
         self._next: Future[NDArray[np.bool_]] | None = None
         self.is_complete = False
 
+    def fork(self) -> GrammarMask:
+        """Another, at the same place."""
+        if self._next is not None:
+            self._next.exception()  # waits
+        forked = GrammarMask(self._matcher.deep_copy(), self._pool, self._vocab_size)
+        forked._num_seen, forked.is_complete = self._num_seen, self.is_complete
+        return forked
+
     def take(self, history: History) -> None:
         """Follow the history to its end, and begin to compute what may come next."""
         if self._num_seen is None:

@@ -27,8 +27,7 @@ _ONLY_WITH_BEAMS = (
     *("length_penalty", "early_stopping", "do_sample", "num_beam_groups", "diversity_penalty"),
     *("force_words", "force_words_ids"),
 )
-# Parameters that mean the same for beams, and those that say how beams are drawn.
-_ALIKE = ("max_tokens", "seed", "stop_token_ids", "ignore_eos")
+# Parameters that say how beams are drawn.
 _DRAWING = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "top_n_sigma"),
     *("dynatemp_range", "dynatemp_exponent", "filter_order"),
@@ -69,6 +68,7 @@ def beam_params(body: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> 
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         sampling=params if body.do_sample else None,
+        processing=None if body.do_sample else params,
         force_words_ids=_force_words(body, tokenizer),  # type: ignore[arg-type]
         **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
     )
@@ -83,16 +83,12 @@ def _check_company(body: ChatRequest | CompletionRequest, params: SamplingParams
             raise InvalidRequest(f"{name} does not go with beam search", param=name)
     for field in fields(SamplingParams):
         value = getattr(params, field.name)
-        if value == field.default or field.name in _ALIKE or (field.name in _DRAWING and body.do_sample):
-            continue
-        if field.name == "temperature" and value == 0:
-            continue
-        if field.name in _DRAWING:
+        is_drawing = field.name in _DRAWING and not body.do_sample
+        if is_drawing and value != field.default and (field.name != "temperature" or value != 0):
             raise InvalidRequest(
                 f"{field.name} is {value!r}: beam search takes the likeliest beams; to draw them, add do_sample: true",
                 param=field.name,
             )
-        raise InvalidRequest(f"{field.name} does not go with beam search; leave it out", param=field.name)
     if body.do_sample and params.is_greedy:
         raise InvalidRequest("do_sample draws beams, which temperature 0 and top_k 1 do not allow", param="do_sample")
 
@@ -181,12 +177,13 @@ def _output(request_id: str, run: BeamRun, beam: BeamOutput, total_s: float) -> 
         prompt_token_ids=tuple(run.prompt_token_ids),
         token_ids=beam.token_ids,
         text=beam.text,
-        logprobs=None,
+        logprobs=beam.logprobs,
         finish_reason=beam.finish_reason,
-        stop_reason=None,
+        stop_reason=beam.stop_reason,
         num_cached_tokens=run.num_cached_tokens,
         num_restored_tokens={},
         explanation=None,
         seed=run.seed,
         timings=Timings(None, None, total_s),
+        num_truncated_tokens=run.num_truncated_tokens,
     )

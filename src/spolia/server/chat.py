@@ -21,7 +21,7 @@ from spolia.server.cache_control import last_mark, wish_up_to
 from spolia.server.canonical import canonical
 from spolia.server.config import ServerConfig
 from spolia.server.conversations import history
-from spolia.server.encoding import encode, params_of_choices
+from spolia.server.encoding import encode, params_of_choices, prepare_form
 from spolia.server.rendering import Extras, prompt_logprobs, respond
 from spolia.server.replies import (
     ChatChoice,
@@ -117,6 +117,7 @@ class ChatEndpoint:
             ids = turn.prompt_ids
         beams = beam_params(body, model.tokenizer)
         if beams is not None:
+            await prepare_form(body, served.engine, beams.scoring)
             return await respond_with_beams(
                 request,
                 "chatcmpl",

@@ -15,7 +15,7 @@ from spolia.server.answer import Answer
 from spolia.server.beams import beam_params, respond_with_beams
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
-from spolia.server.encoding import encode, params_of_choices
+from spolia.server.encoding import encode, params_of_choices, prepare_form
 from spolia.server.fill_in import infill_ids
 from spolia.server.rendering import Extras, prompt_logprobs, respond
 from spolia.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply
@@ -54,6 +54,7 @@ class CompletionEndpoint:
             echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in asked]
         beams = beam_params(body, tokenizer)
         if beams is not None:
+            await prepare_form(body, served.engine, beams.scoring)
             return await respond_with_beams(
                 request,
                 "cmpl",
