@@ -15,15 +15,16 @@ import httpx
 import pytest
 import typer
 
-from server.harness import chatty_engine, serving
+from server.harness import chatty_engine, eventually, serving
 from spolia.bench import WORKLOADS
 from spolia.cli.flags import CHAT_DEFAULTS, GENERATE_DEFAULTS, EngineFlags, SamplingFlags, parse_size
 from spolia.cli.talk import Talk
+from spolia.cli.top import frame
 from spolia.engine import EngineConfig, SamplingParams
 from spolia.engine.session_files import SESSIONS_FOLDER
 from spolia.errors import InvalidRequest
 from spolia.server import ServerConfig
-from spolia.tiers import DocumentFolder, FolderBackend
+from spolia.tiers import DocumentFolder, FolderBackend, HostBackend, Tier, TierUse
 
 SMALL = ["--kv-memory", "64MiB", "--max-context", "1024"]
 
@@ -290,8 +291,24 @@ def test_top_shows_a_server_once_and_says_what_is_wrong(tmp_path: Path):
     assert "0.0% of 32 prompt tokens reused" in result.stdout
     assert "3 cached █" in result.stdout
     assert "32 in, 0 reused, 4 out" in result.stdout
+    assert "prompt tokens from:  computed 32" in result.stdout
     assert_one_line_of_error(other, 1, "404", "'none' does not exist")
     assert_one_line_of_error(spolia("top", "--url", "http://127.0.0.1:9", "--once"), 1, "does not answer", "--url")
+
+
+def test_top_shows_tiers_and_what_was_found_there():
+    host = TierUse(Tier("host", HostBackend(1 << 20)), "write_through")
+    engine = chatty_engine(num_blocks=10, max_context=120, tiers=[host])
+    with serving({"toy": engine}) as url:
+        ask = {"prompt": "a" * 100, "max_tokens": 2}
+        httpx.post(f"{url}/v1/completions", json=ask).raise_for_status()
+        eventually(lambda: httpx.get(f"{url}/v1/cache/live").json()["tiers"][0]["num_bytes"] > 0)
+        shown = frame(httpx.get(f"{url}/v1/cache/live").json(), None, 1)
+    asyncio.run(engine.aclose())
+    (line,) = [line for line in shown.splitlines() if line.startswith("host")]
+    assert "of 1.0 MiB" in line
+    assert "blocks found" in line
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_a_line_that_cannot_be_answered_ends_a_script_and_not_a_conversation(smollm2_path: Path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
@@ -29,3 +31,20 @@ def test_the_examples_of_a_page_run(page: Path):
 
 def test_there_are_pages_with_examples():
     assert DOCS / "sampling.md" in PAGES
+
+
+def test_the_reference_is_what_the_code_says():
+    script = DOCS.parent / "scripts" / "reference"
+    loader = SourceFileLoader("reference", str(script))
+    spec = importlib.util.spec_from_loader("reference", loader)
+    assert spec is not None
+    reference = importlib.util.module_from_spec(spec)
+    loader.exec_module(reference)
+    for name, text in reference.pages().items():
+        assert (DOCS / "reference" / name).read_text() == text, f"{name}: run scripts/reference"
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target

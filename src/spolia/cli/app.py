@@ -65,7 +65,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(help="Look at the settings.", rich_markup_mode=None, no_args_is_help=True)
-cache_app = typer.Typer(help="Look into the cache.", rich_markup_mode=None, no_args_is_help=True)
+cache_app = typer.Typer(
+    help="Look into the cache, of a server or in a folder.", rich_markup_mode=None, no_args_is_help=True
+)
 models_app = typer.Typer(help="List the models that have a name, or remove one.", rich_markup_mode=None)
 app.add_typer(models_app, name="models")
 app.add_typer(cache_app, name="cache")
@@ -233,7 +235,9 @@ def serve(
     check: CheckFlag = None,
     config: ConfigFlag = None,
 ) -> None:
-    """Serve models to the clients of OpenAI, Anthropic, Ollama and llama.cpp, and a page at /.
+    """Serve models over HTTP, and a page at /: a chat, and the cache.
+
+    OpenAI's, Anthropic's, Ollama's and llama.cpp's clients work unchanged.
 
     Ctrl-C finishes what runs, and twice aborts it.
     """
@@ -452,7 +456,7 @@ def top(
     interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show it once and exit.")] = False,
 ) -> None:
-    """Watch a server: its pools, what is cached, its requests. Ctrl-C ends."""
+    """Watch a server: pools, tiers, what is cached, requests. Ctrl-C ends."""
     from spolia.cli.top import run
 
     run(url, model=model, key=key, interval_s=interval, once=once)
@@ -465,7 +469,7 @@ def ps(
         str | None, typer.Option(envvar="SPOLIA_API_KEY", help="An API key, if the server wants one.")
     ] = None,
 ) -> None:
-    """Show a server's models: which are in memory, how much they take there, and until when they stay."""
+    """Show a server's models, their memory, and until when they stay."""
     from spolia.cli.ps import run
 
     run(url, key=key)
@@ -500,7 +504,7 @@ def explain(
     request: Annotated[str, typer.Argument(metavar="REQUEST", help="The id of an answer, or its x-request-id.")],
     url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
 ) -> None:
-    """Show where the KV of a request's prompt came from, and why the rest was computed."""
+    """Show where a prompt's KV came from; why the rest was computed."""
     from spolia.cli.cache import explain
 
     explain(request, url)
@@ -513,7 +517,7 @@ def lint(
         Path | None, typer.Option(help="Check recorded chat requests: a JSON body a line, in their order.")
     ] = None,
 ) -> None:
-    """Find what makes prompts differ from those before them. Exits with 1 if there is anything."""
+    """Find what makes prompts differ from earlier ones (then exits 1)."""
     from spolia.cli.cache import lint
 
     if not lint(model, traffic):
@@ -535,7 +539,10 @@ def sim(
     seed: Annotated[int, typer.Option(help="Of when they begin.")] = 0,
     png: Annotated[Path | None, typer.Option(help="Draw the miss-ratio curve into this file.")] = None,
 ) -> None:
-    """Replay TRACE through the cache without a model: hit rates by policy and size, and the miss-ratio curve."""
+    """Replay TRACE through the cache without a model.
+
+    Prints hit rates by policy and size, and the miss-ratio curve.
+    """
     from spolia.cli.sim import run
 
     run(trace, policies=_listed(policy), sizes=_listed(sizes), spread_s=3600 * spread, seed=seed, png=png)

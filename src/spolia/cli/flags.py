@@ -58,6 +58,7 @@ __all__ = [
     "TopKFlag",
     "TopPFlag",
     "parse_size",
+    "size_text",
 ]
 
 # The likeliest answer: the same words for whoever tries it.
@@ -400,3 +401,12 @@ def _parameter(text: str) -> tuple[str, Any]:
 def _given(flags: EngineFlags | SamplingFlags) -> dict[str, Any]:
     values = {field.name: getattr(flags, field.name) for field in fields(flags)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def size_text(num_bytes: int) -> str:
+    """As `parse_size` reads it, rounded."""
+    value, units = float(num_bytes), iter(["B", "KiB", "MiB", "GiB", "TiB"])
+    unit = next(units)
+    while value >= 1024 and unit != "TiB":
+        value, unit = value / 1024, next(units)
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+from spolia.cli.flags import size_text
 from spolia.engine.session_files import SESSIONS_FOLDER
 from spolia.errors import InvalidRequest
 from spolia.tiers import (
@@ -31,7 +32,7 @@ def ls(path: Path) -> None:
     for one in conversations(_open(path)):
         age = _age(time.time() - one.used_s)
         gap = "" if one.is_whole else "  (its beginning is gone)"
-        print(f"{one.digest.hex()[:12]}  {one.num_tokens:>8} tokens  {_size(one.num_bytes):>10}  {age:>8}{gap}")
+        print(f"{one.digest.hex()[:12]}  {one.num_tokens:>8} tokens  {size_text(one.num_bytes):>10}  {age:>8}{gap}")
 
 
 def du(path: Path) -> None:
@@ -43,8 +44,8 @@ def du(path: Path) -> None:
         blocks[owner] += 1
         sizes[owner] += size
     for owner in sorted(sizes, key=lambda owner: -sizes[owner]):
-        print(f"{owner[0]}  {owner[1]:<24} {blocks[owner]:>8} blocks  {_size(sizes[owner]):>10}")
-    print(f"{'total':<38} {sum(blocks.values()):>8} blocks  {_size(sum(sizes.values())):>10}")
+        print(f"{owner[0]}  {owner[1]:<24} {blocks[owner]:>8} blocks  {size_text(sizes[owner]):>10}")
+    print(f"{'total':<38} {sum(blocks.values()):>8} blocks  {size_text(sum(sizes.values())):>10}")
     num_sessions = len(_sessions(path).names())
     if num_sessions:
         print(f"{num_sessions} sessions")
@@ -65,7 +66,7 @@ def verify(path: Path, key: str | None) -> bool:
             print(f"removed {name}: {error}")
             sessions.delete(name)
     print(
-        f"{report.num_good} blocks are good ({_size(report.num_bytes)}), "
+        f"{report.num_good} blocks are good ({size_text(report.num_bytes)}), "
         f"{len(report.refused)} damaged ones and {report.num_swept} unfinished files were removed"
     )
     num_sessions = len(sessions.names())
@@ -77,7 +78,7 @@ def verify(path: Path, key: str | None) -> bool:
 def export(path: Path, conversation: str, file: Path) -> None:
     """Write one conversation's KV to a file."""
     done = export_conversation(_open(path), conversation, file)
-    print(f"{file}: {done.num_tokens} tokens, {_size(file.stat().st_size)}")
+    print(f"{file}: {done.num_tokens} tokens, {size_text(file.stat().st_size)}")
 
 
 def import_file(path: Path, file: Path, key: str | None, *, is_forced: bool) -> None:
@@ -118,14 +119,6 @@ def _sessions(path: Path, key: str | None = None) -> DocumentFolder:
 
 def _sealer(key: str | None) -> Sealer:
     return Checksum() if key is None else AesGcm(read_key(key))
-
-
-def _size(num_bytes: int) -> str:
-    value, units = float(num_bytes), iter(["B", "KiB", "MiB", "GiB", "TiB"])
-    unit = next(units)
-    while value >= 1024 and unit != "TiB":
-        value, unit = value / 1024, next(units)
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def _age(seconds: float) -> str:

@@ -27,7 +27,7 @@ def add_folder_commands(app: typer.Typer) -> None:
 
     @app.command()
     def ls(folder: DirArgument) -> None:
-        """List the conversations whose KV is in DIR, the most recently used first."""
+        """List the conversations whose KV is in DIR, the latest used first."""
         from spolia.cli.folder import ls
 
         ls(folder)
@@ -41,7 +41,10 @@ def add_folder_commands(app: typer.Typer) -> None:
 
     @app.command()
     def verify(folder: DirArgument, key: KeyOption = None) -> None:
-        """Read all of DIR and remove what is damaged or unfinished. Exits with 1 if anything was damaged."""
+        """Read all of DIR and remove what is damaged or unfinished.
+
+        Exits with 1 if anything was damaged.
+        """
         from spolia.cli.folder import verify
 
         if not verify(folder, key):
@@ -57,7 +60,7 @@ def add_folder_commands(app: typer.Typer) -> None:
         model: ModelOption = None,
         api_key: ApiKeyOption = None,
     ) -> None:
-        """Write one conversation's KV to FILE, for another machine to import."""
+        """Write one conversation's KV to FILE, to import elsewhere."""
         from spolia.cli import folder, operator
 
         if operator.is_server(place):
@@ -74,7 +77,10 @@ def add_folder_commands(app: typer.Typer) -> None:
         model: ModelOption = None,
         api_key: ApiKeyOption = None,
     ) -> None:
-        """Put the KV of FILE into DIR, or into a server's cache. One that is damaged or of another model is refused."""
+        """Put the KV of FILE into DIR, or into a server.
+
+        One that is damaged or of another model is refused.
+        """
         from spolia.cli import folder, operator
 
         if operator.is_server(place):
@@ -94,7 +100,7 @@ def add_folder_commands(app: typer.Typer) -> None:
         model: ModelOption = None,
         api_key: ApiKeyOption = None,
     ) -> None:
-        """Delete the KV that DIR holds, or a running server, device and tiers."""
+        """Delete the KV of DIR, or of a server: device and tiers."""
         from spolia.cli import folder, operator
 
         if not operator.is_server(place):

@@ -51,7 +51,7 @@ def add_operator_commands(app: typer.Typer) -> None:
         url: UrlOption = _URL,
         key: KeyOption = None,
     ) -> None:
-        """Show where the KV of a prompt lies in a running server, and why no more of it is at hand."""
+        """Show where a prompt's KV lies in a server, and why no more does."""
         post("lookup", url, key, **selected(prompt, session, messages, model, salt))
 
     @app.command()
@@ -83,7 +83,7 @@ def add_operator_commands(app: typer.Typer) -> None:
         url: UrlOption = _URL,
         key: KeyOption = None,
     ) -> None:
-        """Have a running server move a prompt's KV to a tier, or from the tiers to the device."""
+        """Have a server move a prompt's KV to a tier, or to the device."""
         post("move", url, key, **selected(prompt, session, messages, model, salt), to=to, keep=keep)
 
     @app.command()
@@ -96,7 +96,7 @@ def add_operator_commands(app: typer.Typer) -> None:
         url: UrlOption = _URL,
         key: KeyOption = None,
     ) -> None:
-        """Have a running server keep what is cached of a prompt while anything else can go."""
+        """Have a server keep a prompt's KV while anything else can go."""
         chosen = selected(prompt, None, messages, model, salt)
         post("pins", url, key, **chosen, ttl=ttl)
 
@@ -127,7 +127,7 @@ def add_operator_commands(app: typer.Typer) -> None:
         url: UrlOption = _URL,
         key: KeyOption = None,
     ) -> None:
-        """Show a running server's cache settings, or change them, all or nothing."""
+        """Show a server's cache settings, or change them, all or nothing."""
         from spolia.cli.operator import config
 
         config(url, key, model, policy=policy, kv_memory=kv_memory, attach=attach or [], detach=detach or [])

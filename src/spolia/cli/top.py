@@ -9,11 +9,12 @@ from typing import Any
 
 import httpx
 
+from spolia.cli.flags import size_text
 from spolia.errors import SpoliaError
 
 __all__ = ["frame", "run"]
 
-_WIDTH = 60
+_WIDTH = 30  # of a bar, so that a line fits 80 columns
 _NUM_RECENT = 8
 _NUM_RUNS = 6
 
@@ -80,14 +81,23 @@ def frame(live: Mapping[str, Any], earlier: Mapping[str, Any] | None, interval_s
         leased, cached = (round(_WIDTH * group[state] / group["total"]) for state in ("leased", "cached"))
         bar = f"{'▓' * leased + '█' * cached:·<{_WIDTH}}"
         lines.append(
-            f"pool {number} {bar} {group['leased']} in use ▓  {group['cached']} cached █  {group['free']} free"
+            f"pool {number:<4} {bar} {group['leased']} in use ▓  {group['cached']} cached █  {group['free']} free"
         )
+    for tier in live["tiers"]:
+        held, size = tier["num_bytes"] or 0, tier["capacity_bytes"]
+        bar = f"{'▒' * (min(_WIDTH, round(_WIDTH * held / size)) if size else 0):·<{_WIDTH}}"
+        state = "" if tier["state"] == "up" else f"  {tier['state']}, {tier['num_failures']} failures"
+        found, asked = tier["num_hits"], tier["num_hits"] + tier["num_misses"]
+        of = f" of {size_text(size)}" if size else ""
+        lines.append(f"{tier['name']:<9} {bar} {size_text(held)}{of}  {found} of {asked} blocks found{state}")
+    sources = sorted(tokens["by_source"].items(), key=lambda item: -item[1])
+    lines += ["", "prompt tokens from:  " + "  ".join(f"{source} {count}" for source, count in sources)]
     missed = sorted(tokens["missed"].items(), key=lambda item: -item[1])
-    lines += ["", "computed, by why:  " + "  ".join(f"{reason.replace('_', ' ')} {count}" for reason, count in missed)]
+    lines += ["computed because:    " + "  ".join(f"{reason.replace('_', ' ')} {count}" for reason, count in missed)]
     lines += ["", f"longest of {live['tree']['num_nodes']} runs in the tree"]
     for node in sorted(live["tree"]["nodes"], key=lambda node: -node["num_tokens"])[:_NUM_RUNS]:
         use = " in use" if node["num_leases"] else ""
-        text = " ".join(node["text"].split())[:40]
+        text = " ".join(node["text"].split())[:30]
         lines.append(f"  {node['num_tokens']:>6} tokens from {node['start']:<6} found {node['num_hits']}x{use}  {text}")
     lines += ["", "requests"]
     for lane in live["lanes"]:

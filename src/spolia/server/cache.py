@@ -96,10 +96,12 @@ class CacheEndpoints:
         return _json(_card(pin))
 
     async def pins(self, request: Request) -> Response:
+        """What is pinned, and how much of the quota that takes."""
         served = await self._models.ready(request.query_params.get("model"))
         return _json({"object": "list", "data": [_card(pin) for pin in await self._mine(served, request)]})
 
     async def unpin(self, request: Request, pin_id: int) -> Response:
+        """Lift a pin."""
         served = await self._models.ready(request.query_params.get("model"))
         if pin_id not in [pin.id for pin in await self._mine(served, request)]:
             raise UnknownThing(f"there is no pin {pin_id}; it may have run out")

@@ -90,6 +90,7 @@ class ChatEndpoint:
         self._mcp = mcp
 
     async def respond(self, request: Request) -> Response:
+        """Answer a conversation."""
         body = await read_body(request, ChatRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         body.check()

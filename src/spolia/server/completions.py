@@ -34,6 +34,7 @@ class CompletionEndpoint:
         self._config = config
 
     async def respond(self, request: Request) -> Response:
+        """Continue a text, or several."""
         body = await read_body(request, CompletionRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         body.check()

@@ -64,6 +64,7 @@ class EmbeddingEndpoint:
         return [Route("POST", "/v1/embeddings", self.respond, EmbeddingRequest)]
 
     async def respond(self, request: Request) -> Response:
+        """Vectors of texts or token ids."""
         body = await read_body(request, EmbeddingRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         check_dimensions(served, body.dimensions)

@@ -189,6 +189,7 @@ class SessionEndpoints:
         ]
 
     async def open(self, request: Request) -> Response:
+        """Begin a conversation that the server keeps token for token."""
         body = await read_body(request, OpenSession, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         return await _reply(
@@ -196,18 +197,21 @@ class SessionEndpoints:
         )
 
     async def list(self, request: Request) -> Response:
+        """The sessions of the key's tenant."""
         served = await self._models.ready(request.query_params.get("model"))
         sessions = served.sessions.all(current_caller().cache_salt(request.query_params.get("cache_salt", "")))
         cards = [_card(served, session) for session in sessions]
         return Response(msgspec.json.encode({"object": "list", "data": cards}), media_type="application/json")
 
     async def show(self, request: Request, session_id: str) -> Response:
+        """Its tokens and messages."""
         served = await self._models.ready(request.query_params.get("model"))
         session = find_session(served, session_id, request.query_params.get("cache_salt"))
         served.engine.expect([session])  # who looks at it is about to go on
         return await _reply(served, session)
 
     async def close(self, request: Request, session_id: str) -> Response:
+        """Forget it; its KV is the first to go."""
         served = await self._models.ready(request.query_params.get("model"))
         session = find_session(served, session_id, request.query_params.get("cache_salt"))
         served.sessions.close(session)
@@ -215,6 +219,7 @@ class SessionEndpoints:
         return Response(msgspec.json.encode(closed), media_type="application/json")
 
     async def append(self, request: Request, session_id: str) -> Response:
+        """Add messages or text without answering."""
         body = await read_body(request, AppendToSession, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         session = find_session(served, session_id, body.cache_salt)
@@ -238,11 +243,13 @@ class SessionEndpoints:
         return await _reply(served, session)
 
     async def fork(self, request: Request, session_id: str) -> Response:
+        """A session of its own with the same tokens so far."""
         body = await read_body(request, ForkSession, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         return await _reply(served, served.sessions.fork(find_session(served, session_id, body.cache_salt)))
 
     async def rewind(self, request: Request, session_id: str) -> Response:
+        """Take tokens or messages back."""
         body = await read_body(request, RewindSession, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         session = find_session(served, session_id, body.cache_salt)

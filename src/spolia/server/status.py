@@ -55,9 +55,11 @@ class StatusEndpoints:
         return _json({"status": "alive"})
 
     async def metrics(self) -> Response:
+        """Prometheus' text."""
         return Response(self._models.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def models(self) -> Response:
+        """The models that can be asked for, in memory or not."""
         models = self._models.everything()
         cards = [_card(served) for served in models]
         first_id, last_id = (cards[0].id, cards[-1].id) if cards else (None, None)
@@ -66,9 +68,11 @@ class StatusEndpoints:
         return _json(ModelList(cards, first_id, last_id, memory))
 
     async def model(self, name: str) -> Response:
+        """One of them."""
         return _json(_card(self._models.get(name)))
 
     async def version(self) -> Response:
+        """Spolia's version."""
         return _json({"version": spolia.__version__})
 
 

@@ -35,6 +35,7 @@ class TokenizeEndpoints:
         ]
 
     async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or of a chat's prompt."""
         body = await read_body(request, TokenizeRequest, max_bytes=self._config.max_body_bytes)
         check_tools(body.tools)
         engine = (await self._models.ready(body.model)).engine
@@ -59,6 +60,7 @@ class TokenizeEndpoints:
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
         body = await read_body(request, DetokenizeRequest, max_bytes=self._config.max_body_bytes)
         tokenizer = (await self._models.ready(body.model)).engine.model.tokenizer
         for i, id_ in enumerate(body.tokens):

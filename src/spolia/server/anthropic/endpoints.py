@@ -41,11 +41,13 @@ class AnthropicEndpoints:
         ]
 
     async def count_tokens(self, request: Request) -> Response:
+        """How many tokens a request's prompt has."""
         body = await read_body(request, CountRequest, max_bytes=self._config.max_body_bytes)
         ids = await conversation(body).encode(await self._models.ready(body.model))
         return Response(msgspec.json.encode({"input_tokens": len(ids)}), media_type="application/json")
 
     async def create(self, request: Request) -> Response:
+        """Anthropic's Messages API."""
         body = await read_body(request, MessagesRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         marked = 0

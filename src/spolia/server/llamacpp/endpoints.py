@@ -64,6 +64,7 @@ class LlamaCppEndpoints:
         ]
 
     async def complete(self, request: Request) -> Response:
+        """llama.cpp's completion."""
         body = await read_body(request, CompletionRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         parts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -76,6 +77,7 @@ class LlamaCppEndpoints:
         return await self._respond(request, served, body, ids)
 
     async def infill(self, request: Request) -> Response:
+        """Fill in what stands between two pieces of code."""
         body = await read_body(request, InfillRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         files = [_file(item, f"input_extra[{index}]") for index, item in enumerate(body.input_extra or ())]
@@ -86,6 +88,7 @@ class LlamaCppEndpoints:
         return await self._respond(request, served, body, ids)
 
     async def embedding(self, request: Request) -> Response:
+        """llama.cpp's vectors."""
         body = await read_body(request, EmbeddingRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         asked = body.input if body.content is None else body.content
@@ -107,12 +110,14 @@ class LlamaCppEndpoints:
         )
 
     async def apply_template(self, request: Request) -> Response:
+        """The prompt that a chat becomes."""
         body = await read_body(request, TemplateRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         ids = await Conversation(messages=body.messages).encode(served)
         return _json({"prompt": served.engine.model.tokenizer.decode(ids, skip_special=False)})
 
     async def props(self) -> Response:
+        """Settings, template and limits."""
         served = await self._models.ready(self._first().name)
         engine, model = served.engine, served.engine.model
         special = model.tokenizer.special

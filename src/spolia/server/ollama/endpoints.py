@@ -58,6 +58,7 @@ class OllamaEndpoints:
         ]
 
     async def embed(self, request: Request) -> Response:
+        """Ollama's vectors."""
         body = await read_body(request, EmbedRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.asked, keep_alive_s=body.keep_alive_s)
         begun_s = time.perf_counter()
@@ -77,6 +78,7 @@ class OllamaEndpoints:
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
     async def embeddings(self, request: Request) -> Response:
+        """The same in its older form, for one prompt."""
         body = await read_body(request, EmbeddingRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.asked, keep_alive_s=body.keep_alive_s)
         shown: list[float] = []
@@ -86,6 +88,7 @@ class OllamaEndpoints:
         return Response(msgspec.json.encode({"embedding": shown}), media_type="application/json")
 
     async def generate(self, request: Request) -> Response:
+        """Ollama's completion; an empty prompt loads or unloads the model."""
         body = await read_body(request, GenerateRequest, max_bytes=self._config.max_body_bytes)
         body.check()
         served = await self._models.ready(body.asked, keep_alive_s=body.keep_alive_s)
@@ -106,6 +109,7 @@ class OllamaEndpoints:
         return await _respond(request, turn, show, ending, stream=body.stream)
 
     async def chat(self, request: Request) -> Response:
+        """Ollama's chat."""
         body = await read_body(request, ChatRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.asked, keep_alive_s=body.keep_alive_s)
         if not body.messages:

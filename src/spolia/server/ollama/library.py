@@ -47,6 +47,7 @@ class OllamaLibrary:
         ]
 
     async def version(self) -> Response:
+        """The version of Ollama's API that is spoken."""
         return _json({"version": spolia.__version__})
 
     async def tags(self) -> Response:
@@ -69,6 +70,7 @@ class OllamaLibrary:
         return _json({"models": shown})
 
     async def show(self, request: Request) -> Response:
+        """What is known of a model."""
         body = await read_body(request, ModelRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.asked)
         model = served.engine.model

@@ -49,9 +49,11 @@ class PageEndpoints:
         ]
 
     async def page(self) -> Response:
+        """The page."""
         return _file("index.html")
 
     async def static(self, name: str) -> Response:
+        """Its files."""
         return _file(name)
 
     async def live(self, request: Request) -> Response:

@@ -54,6 +54,7 @@ class ResponsesEndpoints:
         ]
 
     async def create(self, request: Request) -> Response:
+        """OpenAI's Responses API: answer, and keep the answer for `previous_response_id`."""
         body = await read_body(request, ResponsesRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         before = [] if body.previous_response_id is None else self._find(body.previous_response_id).messages
@@ -78,9 +79,11 @@ class ResponsesEndpoints:
         return Response(msgspec.json.encode(shown), headers=headers, media_type="application/json")
 
     async def retrieve(self, response_id: str) -> Response:
+        """A response that is kept."""
         return Response(msgspec.json.encode(self._find(response_id).reply), media_type="application/json")
 
     async def delete(self, response_id: str) -> Response:
+        """Forget it."""
         self._find(response_id)
         del self._stored[response_id]
         shown = {"id": response_id, "object": "response", "deleted": True}
