@@ -1,8 +1,8 @@
 """Whether speculation pays: time a generated token with speculation beside the same without, by kind of prompt.
 
-One engine answers each prompt twice, greedily, with `speculation` true and false, in turn, the order changing from
-prompt to prompt, each way with a cache of its own; the answers must be the same tokens. Only the time after the first
-token counts: prefill is not what speculation changes. Kinds are
+Two engines answer each prompt greedily, one with `speculation` off and one with `auto`; the answers must be the same
+tokens. They take turns step by step, the one that has fewer tokens next, so whatever else the machine does slows both.
+Only the time after the first token counts: prefill is not what speculation changes. Kinds are
 
     edited         a file of code is to be written again with a name changed, --edits; once more with the old file as
     predicted      OpenAI's `prediction`
@@ -22,16 +22,18 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from spolia import LLM, SamplingParams
-from spolia.engine import EngineConfig, build_engine
+from spolia.engine import Engine, EngineConfig, RequestOutput, SamplingParams, build_engine
+from spolia.errors import SpoliaError
+from spolia.models import Model, load
 
 CODE = '''\
 def total(prices, rate):
@@ -58,6 +60,8 @@ def cheapest(prices, rate):
     return result
 '''
 ROOM = 4_096  # tokens of a prompt and its answer
+MEMORY = 1 << 30  # bytes of KV of each engine
+IDS = itertools.count()
 
 
 @dataclass
@@ -83,23 +87,44 @@ class Task(NamedTuple):
     said: tuple[int, ...] = ()
 
 
-def answer(llm: LLM, task: Task, *, speculation: bool, arm: Arm, clock: Callable[[], float]) -> tuple[int, ...]:
-    params = replace(task.params, speculation=speculation)
-    if task.said:
-        start, said = len(task.ids), task.said
-        params = replace(params, prefix_allowed_tokens_fn=lambda _, ids: [said[len(ids) - start]], ignore_eos=True)
-    first_s = None
-    for delta in llm.stream(task.ids, params, cache_salt="with" if speculation else "without"):
-        now_s = clock()
-        first_s = first_s or now_s
-        if delta.output is not None:
-            output = delta.output
-    if len(output.token_ids) > 1:
+class Run:
+    """An answer on its way, alone on its engine."""
+
+    def __init__(self, engine: Engine, task: Task) -> None:
+        params = task.params
+        if task.said:
+            start, said = len(task.ids), task.said
+            params = replace(params, prefix_allowed_tokens_fn=lambda _, ids: [said[len(ids) - start]], ignore_eos=True)
+        self.core = engine.core
+        self.output: RequestOutput | None = None
+        self.num_tokens = 0
+        self.core.submit(engine.admission.admit(task.ids, params, request_id=f"r{next(IDS)}"))
+        while not self.num_tokens:
+            self.step()
+
+    def step(self) -> None:
+        for _, delta in self.core.step():
+            if isinstance(delta, SpoliaError):
+                raise delta
+            self.num_tokens += len(delta.token_ids)
+            self.output = delta.output
+
+
+def answer(engines: Sequence[Engine], task: Task, arms: Sequence[Arm], clock: Callable[[], float]) -> None:
+    """Answer a task with each engine, one step of one of them at a time."""
+    runs = [Run(engine, task) for engine in engines]
+    while going := [index for index, run in enumerate(runs) if run.output is None]:
+        index = min(going, key=lambda index: runs[index].num_tokens)
+        begun_s = clock()
+        runs[index].step()
+        arms[index].seconds += clock() - begun_s
+    outputs = [run.output for run in runs if run.output is not None]
+    if len({output.token_ids for output in outputs}) > 1:
+        raise SystemExit(f"{task.kind}: the answers differ")
+    for arm, output in zip(arms, outputs, strict=True):
         arm.num_tokens += len(output.token_ids) - 1
-        arm.seconds += now_s - (first_s or now_s)
         arm.num_drafted += output.num_drafted_tokens
         arm.num_accepted += output.num_accepted_tokens
-    return output.token_ids
 
 
 def lines(path: str) -> Iterator[dict[str, Any]]:
@@ -107,16 +132,22 @@ def lines(path: str) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, file)
 
 
-def edits(llm: LLM, num_tokens: int) -> Iterator[Task]:
+def chat_prompt(model: Model, messages: list[dict[str, str]]) -> list[int]:
+    if model.chat_template is None:
+        raise SystemExit(f"{model.name} has no chat template")
+    return model.tokenizer.encode(model.chat_template.render(messages), add_special=False)
+
+
+def edits(model: Model, num_tokens: int) -> Iterator[Task]:
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
     for old, new in (("price", "cost"), ("rate", "tax"), ("result", "amount"), ("average", "mean")):
         text = f"Write this file again, with `{new}` in place of `{old}`, and nothing else.\n\n```python\n{CODE}```"
-        ids = llm.chat_prompt([{"role": "user", "content": text}])
+        ids = chat_prompt(model, [{"role": "user", "content": text}])
         yield Task("edited", ids, params)
         yield Task("predicted", ids, replace(params, prediction=CODE))
 
 
-def categories(llm: LLM, path: str, limit: int, num_tokens: int) -> Iterator[Task]:
+def categories(model: Model, path: str, limit: int, num_tokens: int) -> Iterator[Task]:
     """`limit` prompts of each category, the categories in turn."""
     by_kind: dict[str, list[str]] = defaultdict(list)
     for item in lines(path):
@@ -125,19 +156,19 @@ def categories(llm: LLM, path: str, limit: int, num_tokens: int) -> Iterator[Tas
     for index in range(limit):
         for kind, texts in by_kind.items():
             if index < len(texts):
-                ids = llm.chat_prompt([{"role": "user", "content": texts[index]}])
+                ids = chat_prompt(model, [{"role": "user", "content": texts[index]}])
                 yield Task(kind, ids[: ROOM - num_tokens], params)
 
 
-def replays(llm: LLM, path: str, num_tokens: int) -> Iterator[Task]:
+def replays(model: Model, path: str, num_tokens: int) -> Iterator[Task]:
     for item in lines(path):
         messages: list[dict[str, str]] = []
         for message in item["messages"]:
             calls = [call["function"] for call in message.get("tool_calls") or ()]
             text = {"role": message["role"], "content": json.dumps(calls) if calls else message.get("content") or ""}
             if message["role"] == "assistant" and messages and text["content"]:
-                ids = llm.chat_prompt(messages)
-                said = tuple(llm.model.tokenizer.encode(text["content"], add_special=False)[:num_tokens])
+                ids = chat_prompt(model, messages)
+                said = tuple(model.tokenizer.encode(text["content"], add_special=False)[:num_tokens])
                 if len(ids) + len(said) > ROOM:
                     break
                 if len(said) > 8:
@@ -145,13 +176,13 @@ def replays(llm: LLM, path: str, num_tokens: int) -> Iterator[Task]:
             messages.append(text if text["role"] != "tool" else {"role": "user", "content": text["content"]})
 
 
-def tasks(llm: LLM, given: argparse.Namespace) -> Iterator[Task]:
+def tasks(model: Model, given: argparse.Namespace) -> Iterator[Task]:
     if given.edits:
-        yield from edits(llm, given.tokens)
+        yield from edits(model, given.tokens)
     if given.prompts:
-        yield from categories(llm, given.prompts, given.limit, given.tokens)
+        yield from categories(model, given.prompts, given.limit, given.tokens)
     if given.replay:
-        yield from replays(llm, given.replay, given.tokens)
+        yield from replays(model, given.replay, given.tokens)
 
 
 def main() -> None:
@@ -169,42 +200,36 @@ def main() -> None:
     given = parser.parse_args()
     begun_s = time.perf_counter()
     arms: dict[str, tuple[Arm, Arm]] = defaultdict(lambda: (Arm(), Arm()))
-    config = EngineConfig(
-        speculation="auto",
-        draft_model=given.draft_model,
-        max_context=ROOM,
-        num_threads=1 if given.cpu_time else given.threads,
-    )
     clock = time.process_time if given.cpu_time else time.perf_counter
-    with LLM(build_engine(given.model, config, clock=clock)) as llm:
-        warm = Task("", llm.chat_prompt([{"role": "user", "content": "Hello"}]), SamplingParams(max_tokens=16))
-        answer(llm, warm, speculation=False, arm=Arm(), clock=clock)
-        for index, task in enumerate(tasks(llm, given)):
-            if time.perf_counter() - begun_s > given.seconds:
-                break
-            names = [task.kind, "regenerated"] if task.kind == "edited" else [task.kind]
-            for name in names:
-                answers = {}
-                for speculation in (True, False) if index % 2 else (False, True):
-                    arm = arms[name][speculation]
-                    answers[speculation] = answer(llm, task, speculation=speculation, arm=arm, clock=clock)
-                if answers[True] != answers[False]:
-                    raise SystemExit(f"{name}: the answers differ")
-    for kind, (plain, fast) in sorted(arms.items()):
+    threads = 1 if given.cpu_time else given.threads
+    plain = EngineConfig(max_context=ROOM, num_threads=threads, kv_memory=MEMORY)
+    model = load(given.model)
+    engines = [
+        build_engine(model, config, clock=clock)
+        for config in (plain, replace(plain, speculation="auto", draft_model=given.draft_model))
+    ]
+    warm = Task("", chat_prompt(model, [{"role": "user", "content": "Hello"}]), SamplingParams(max_tokens=16, seed=0))
+    answer(engines, warm, (Arm(), Arm()), clock)
+    for task in tasks(model, given):
+        if time.perf_counter() - begun_s > given.seconds:
+            break
+        for kind in [task.kind, "regenerated"] if task.kind == "edited" else [task.kind]:
+            answer(engines, task, arms[kind], clock)
+    for kind, (without, fast) in sorted(arms.items()):
         figures = {
             "kind": kind,
             "model": given.model,
             "clock": "cpu, 1 thread" if given.cpu_time else "wall",
-            "tokens": plain.num_tokens,
-            "without_tokens_per_s": round(plain.speed, 1),
+            "tokens": without.num_tokens,
+            "without_tokens_per_s": round(without.speed, 1),
             "with_tokens_per_s": round(fast.speed, 1),
-            "ratio": round(fast.speed / plain.speed, 3) if plain.speed else None,
+            "ratio": round(fast.speed / without.speed, 3) if without.speed else None,
             "drafted": fast.num_drafted,
             "accepted": fast.num_accepted,
             "machine": platform.processor() or platform.machine(),
         }
         print(json.dumps(figures))
-    print(json.dumps({"worst": min(fast.speed / plain.speed for plain, fast in arms.values() if plain.speed)}))
+    print(json.dumps({"worst": min(fast.speed / without.speed for without, fast in arms.values() if without.speed)}))
 
 
 if __name__ == "__main__":

@@ -131,8 +131,8 @@ def test_drafts_take_no_cached_block():
 
 
 def naive_find(ids, most=16):
-    """The longest of 2, 4, 8 and 16 last tokens that were there before, where they were last, and what followed."""
-    for size in (16, 8, 4, 2):
+    """The longest of 1, 2, 4, 8 and 16 last tokens that were there before, where they were last, and what followed."""
+    for size in (16, 8, 4, 2, 1):
         for end in range(len(ids) - 1, size - 1, -1):
             if ids[end - size : end] == ids[len(ids) - size :]:
                 length = next((n for n in range(min(end, most)) if ids[end - 1 - n] != ids[-1 - n]), min(end, most))
