@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import transformers
 
 from spolia.engine import SamplingParams
-from spolia.generation import PatternTextStream, StopPattern
+from spolia.errors import InvalidRequest
+from spolia.generation import PatternTextStream, RowSampling, Sampler, StopPattern
 
-from .toy import EOS, answer, run, submit, toy_answer, toy_engine
+from .toy import EOS, VOCAB_SIZE, answer, run, submit, toy_answer, toy_engine, toy_logits
 
 PROMPT = [5, 6, 7]
 
@@ -221,3 +223,76 @@ def test_a_prompt_that_is_too_long_is_cut_as_asked_and_the_answer_says_so(option
 def test_a_prompt_that_fits_is_not_cut():
     output = answer(toy_engine(), PROMPT, greedy(truncate="middle", truncate_prompt_tokens=3))
     assert output.num_truncated_tokens == 0
+
+
+def shifted(prompt, params, limit):
+    """The answer on bare logits, and how many tokens were dropped."""
+    ids, said, sinks, num_dropped = list(prompt), [], min(params.context_shift["sinks"], len(prompt)), 0
+    sampler = Sampler(VOCAB_SIZE)
+    while len(said) < params.max_tokens:
+        row = RowSampling(params, params.seed, len(ids) + num_dropped, np.empty(0, np.int32))
+        (token_id,) = sampler.sample(toy_logits(ids)[None].copy(), [row]).token_ids
+        said.append(token_id)
+        ids.append(token_id)
+        if len(ids) == limit and len(said) < params.max_tokens:
+            dropped = (len(ids) - sinks) // 2
+            del ids[sinks : sinks + dropped]
+            num_dropped += dropped
+    return tuple(said), num_dropped
+
+
+@pytest.mark.parametrize("speculation", ["off", "auto"])
+@pytest.mark.parametrize(("num_blocks", "max_batch_tokens"), [(64, 32), (7, 8)])
+def test_an_answer_goes_on_beyond_the_context(num_blocks, max_batch_tokens, speculation):
+    """Beside others whose answers are what they are without it, preempted or not."""
+    engine = toy_engine(
+        num_blocks=num_blocks, max_batch_tokens=max_batch_tokens, max_context=64, speculation=speculation
+    )
+    limit = min(64, engine.admission.fitting_tokens)
+    expected = {}
+    for index, sinks in enumerate([4, 0, 16, 30]):
+        prompt = list(range(10 * index, 10 * index + 9 + 10 * (index % 2)))
+        params = SamplingParams(
+            max_tokens=150, seed=index, temperature=0.7 * (index % 2), ignore_eos=True, context_shift={"sinks": sinks}
+        )
+        expected[submit(engine, prompt, params).request_id] = shifted(prompt, params, limit)
+        plain = submit(engine, prompt, SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))
+        expected[plain.request_id] = tuple(toy_answer(prompt, 20)), 0
+    outputs = run(engine)
+    assert {id_: (output.token_ids, output.num_shifted_tokens) for id_, output in outputs.items()} == expected
+    assert all(output.text == text_of(output.token_ids) for output in outputs.values())
+    assert all(ledger.leased == 0 for ledger in engine.core.cache.ledger())
+
+
+def text_of(ids):
+    return bytes(token_id for token_id in ids if token_id < 256).decode(errors="replace")
+
+
+def test_processors_and_forms_go_on_across_a_shift():
+    engine = toy_engine(max_context=48, num_blocks=64)
+    options = {"max_tokens": 120, "context_shift": {}, "temperature": 0.0}
+    form = submit(engine, list(range(9)), SamplingParams(structured_outputs={"regex": "(abc){30}"}, **options))
+    last = submit(engine, list(range(9)), SamplingParams(forced_eos_token_id=65, ignore_eos=True, **options))
+    outputs = run(engine)
+    assert outputs[form.request_id].text == "abc" * 30
+    assert outputs[form.request_id].num_shifted_tokens > 60
+    assert outputs[last.request_id].token_ids[-1] == 65
+    assert 65 not in set(outputs[last.request_id].token_ids[-20:-1])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"context_shift": {"sinks": -1}},
+        {"context_shift": {"sink": 1}},
+        {"context_shift": 4},
+        {"context_shift": {"sinks": 40}},
+        {"context_shift": {}, "max_tokens": None},
+        {"context_shift": {}, "guidance_scale": 2.0},
+    ],
+    ids=str,
+)
+def test_a_shift_that_cannot_be_is_refused(fields):
+    with pytest.raises(InvalidRequest) as caught:
+        submit(toy_engine(max_context=64), [1, 2, 3], SamplingParams(**{"max_tokens": 100, **fields}))
+    assert caught.value.param == "context_shift"

@@ -59,6 +59,20 @@ def test_a_field_does_over_http_what_it_does_in_python(toy_url, fields):
     assert plain.token_ids != expected.token_ids  # or the field would have gone unheard
 
 
+def test_an_answer_goes_on_beyond_the_context_if_that_is_asked_for():
+    engine = chatty_engine(max_context=64)
+    with serving({"toy": engine}) as url:
+        reply = complete(url, max_tokens=100, context_shift={"sinks": 2}, ignore_eos=True).json()
+        assert len(reply["choices"][0]["token_ids"]) == 100
+        assert reply["usage"]["shifted_tokens"] == 62
+        refused = complete(url, max_tokens=100, ignore_eos=True)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert "shifted_tokens" not in complete(url, max_tokens=50, context_shift={}).json()["usage"]
+        session = complete(url, context_shift={}, session="s1")
+        assert session.json()["error"]["param"] == "context_shift"
+    asyncio.run(engine.aclose())
+
+
 def test_llama_cpps_names_are_understood(toy_url):
     ours = complete(
         toy_url, repetition_penalty=1.5, typical_p=0.9, filter_order=["top_p", "typical_p", "temperature"], top_p=0.9

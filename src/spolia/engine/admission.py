@@ -129,6 +129,7 @@ class Admission:
             stop_pattern=None if params.stop_regex is None else StopPattern(params.stop_regex),
             num_skipped_bytes=0 if healing is None else len(taken_back),
             num_truncated_tokens=num_truncated_tokens,
+            max_length=None if params.context_shift is None else min(self.max_context, self.fitting_tokens),
             prediction_ids=self._prediction_ids(params),
             arrival_s=self.clock(),
             wishes=tuple(wishes),
@@ -239,7 +240,7 @@ class Admission:
         kept = token_ids
         if params.truncate_prompt_tokens is not None:
             kept = kept[-params.truncate_prompt_tokens :]
-        wanted = params.max_tokens if params.max_tokens is not None else max(params.min_tokens, 1)
+        wanted = _wanted(params)
         room = min(self.max_context, self.fitting_tokens) - wanted
         if params.truncate != "none" and 0 < room < len(kept):
             num_first = room // 2 if params.truncate == "middle" else 0
@@ -248,7 +249,13 @@ class Admission:
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         limit = min(self.max_context, self.fitting_tokens)
-        wanted = params.max_tokens if params.max_tokens is not None else max(params.min_tokens, 1)
+        wanted = _wanted(params)
+        if params.context_shift is not None and params.context_shift["sinks"] > limit // 2:
+            raise InvalidRequest(
+                f"context_shift keeps {params.context_shift['sinks']} tokens; at most half of the {limit} that "
+                "there is room for may be kept",
+                param="context_shift",
+            )
         if num_prompt_tokens + wanted > self.max_context:
             raise InvalidRequest(
                 f"the prompt has {num_prompt_tokens} tokens and {wanted} more are asked for, "
@@ -267,6 +274,13 @@ class Admission:
                 code="kv_memory_exceeded",
             )
         return params.max_tokens if params.max_tokens is not None else limit - num_prompt_tokens
+
+
+def _wanted(params: SamplingParams) -> int:
+    """Tokens of the answer that there must be room for beside the prompt."""
+    if params.context_shift is not None:
+        return 1
+    return params.max_tokens if params.max_tokens is not None else max(params.min_tokens, 1)
 
 
 def _check_salt(salt: object) -> None:

@@ -211,7 +211,7 @@ class EngineCore:
         sequence = Sequence(request, text_stream(request, token_bytes))
         if request.guide is not None:
             sequence.pair_with(Sequence(request.guide, TextStream(token_bytes)))
-        elif self._drafter is not None:
+        elif self._drafter is not None and params.context_shift is None:  # guesses go by places, which shift
             sequence.guesser = self._drafter.guesser(request, sequence.token_ids)
         self._by_id[request.request_id] = sequence
         if request.tenant.name:
@@ -412,6 +412,8 @@ class EngineCore:
                 delta = replace(delta, prompt_logprobs=tuple(sequence.prompt_logprobs))
             if sequence.finish_reason is None:
                 deltas.append((sequence.request.request_id, delta))
+                if sequence.is_full:
+                    self._scheduler.restart(sequence, sequence.shift)
             else:
                 self._finish(sequence, delta)
 

@@ -58,6 +58,8 @@ class RequestOutput:
             bits (`kv_offload_dtype`), for this request or an earlier one. It is not quite what was computed.
         explanation: why the other prompt tokens were not; None if the request was aborted before it was looked up.
         num_truncated_tokens: dropped from the prompt, which was too long; 0 unless that was asked for.
+        num_shifted_tokens: of prompt and answer, that the answer's end did not see because the context was full
+            (`context_shift`).
         prompt_logprobs: where asked for, one entry a prompt token from the second on: nothing comes before the first.
         decisions: where asked for, per generated token the likeliest candidates after each stage.
         drafts: what speculation guessed ahead, by where the guesses were from.
@@ -88,6 +90,7 @@ class RequestOutput:
     num_rounded_tokens: Mapping[str, int] = field(default_factory=dict)
     evicted_age_s: float | None = None
     num_truncated_tokens: int = 0
+    num_shifted_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     decisions: tuple[tuple[Stage, ...], ...] | None = None
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)

@@ -62,6 +62,7 @@ class Request:
         stop_pattern: ends the answer where its text first matches.
         num_skipped_bytes: of the answer's beginning, which the prompt has already shown.
         num_truncated_tokens: dropped from the prompt, which was too long.
+        max_length: most tokens of prompt and answer at a time.
         prediction_ids: int32, what its client says that the answer will be like; None: nothing.
         guide: the other prompt, for guidance: computed beside this one, with this one's answer behind it.
         pipeline: its logits processors, whose state is this one request's; None if it has none.
@@ -82,6 +83,7 @@ class Request:
     stop_pattern: StopPattern | None = None
     num_skipped_bytes: int = 0
     num_truncated_tokens: int = 0
+    max_length: int | None = None
     prediction_ids: NDArray[np.int32] | None = None
     guide: Request | None = None
 
@@ -123,6 +125,7 @@ class Sequence:
         num_drafts: tokens after the first `num_tokens` that were guessed, and that the next step checks.
         draft_source: where these are from.
         guesser: what it may go on with; None: nobody guesses.
+        num_shifted_tokens: dropped because the context was full; those that it had generated are `gone_ids`.
         num_scored: prompt tokens whose successors have their log-probabilities; None: nobody asked for these, or all
             have.
         num_passed_over: later requests that were admitted before it.
@@ -146,6 +149,7 @@ class Sequence:
         "finish_reason",
         "first_step_s",
         "first_token_s",
+        "gone_ids",
         "guesser",
         "guide",
         "held_logits",
@@ -165,6 +169,7 @@ class Sequence:
         "num_rounded_tokens",
         "num_scored",
         "num_shared_tokens",
+        "num_shifted_tokens",
         "num_slots",
         "num_tokens",
         "prompt_logprobs",
@@ -188,7 +193,10 @@ class Sequence:
         self.num_tokens = self.num_prompt_tokens
         wants_scores = request.params.prompt_logprobs is not None and self.num_prompt_tokens > 1
         self.num_scored = 0 if wants_scores else None
-        self.token_ids = np.empty(self.num_prompt_tokens + request.max_tokens, np.int32)
+        length = self.num_prompt_tokens + request.max_tokens
+        self.token_ids = np.empty(length if request.max_length is None else min(length, request.max_length), np.int32)
+        self.gone_ids: tuple[int, ...] = ()
+        self.num_shifted_tokens = 0
         self.token_ids[: self.num_tokens] = request.prompt_token_ids
         self.text = text
         self.text_parts: list[str] = []
@@ -273,7 +281,7 @@ class Sequence:
 
     @property
     def num_generated_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
+        return len(self.gone_ids) + self.num_tokens - self.num_prompt_tokens
 
     @property
     def known_ids(self) -> NDArray[np.int32]:
@@ -291,7 +299,35 @@ class Sequence:
 
     @property
     def generated_ids(self) -> tuple[int, ...]:
-        return tuple(self.token_ids[self.num_prompt_tokens : self.num_tokens].tolist())
+        return self.gone_ids + tuple(self.token_ids[self.num_prompt_tokens : self.num_tokens].tolist())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it goes on and has no room to."""
+        return self.finish_reason is None and self.num_tokens == len(self.token_ids)
+
+    def shift(self) -> None:
+        """Make room: drop the earlier half of all but the sinks. What is left moves up, so its KV is another."""
+        settings = self.request.params.context_shift
+        if settings is None:
+            raise Bug(f"request {self.request.request_id} is full, and was not to be")
+        first = min(settings["sinks"], self.num_prompt_tokens)
+        last = first + (self.num_tokens - first) // 2
+        said = self.token_ids[max(first, self.num_prompt_tokens) : max(last, self.num_prompt_tokens)].tolist()
+        self.token_ids[first : first + self.num_tokens - last] = self.token_ids[last : self.num_tokens].copy()
+        num_dropped = last - first
+        self.num_tokens -= num_dropped
+        self.num_prompt_tokens -= num_dropped - len(said)
+        self.num_shifted_tokens += num_dropped
+        self.gone_ids += tuple(said)
+        self.chain = None
+        if self.request.pipeline is not None:
+            self.request.pipeline.note_dropped(
+                num_dropped,
+                num_prompt_tokens=self.num_prompt_tokens,
+                num_of_answer=len(said),
+                seed=self.request.seed,
+            )
 
     def _ranges(self) -> tuple[TokenRange, ...]:
         if self.explanation is None:
@@ -300,7 +336,7 @@ class Sequence:
             self.explanation,
             num_shared=self.num_shared_tokens,
             num_reused=self.num_cached_tokens - sum(stop - start for start, stop, _ in self.met),
-            num_prompt_tokens=self.num_prompt_tokens,
+            num_prompt_tokens=len(self.request.prompt_token_ids),
             restored=self.restored,
             met=self.met,
         )
@@ -330,7 +366,9 @@ class Sequence:
         banned = self._banned_ids
         if len(banned) and self.num_generated_tokens >= request.params.min_tokens:
             banned = self._banned_ids = _NO_IDS
-        return RowSampling(request.params, request.seed, self.num_tokens, banned, request.pipeline)
+        return RowSampling(
+            request.params, request.seed, self.num_tokens, banned, request.pipeline, self.num_shifted_tokens
+        )
 
     def note_start(self, start: int, now_s: float) -> None:
         """It begins to be computed, at token `start`; what is before was cached, in part since it was restored."""
@@ -360,7 +398,7 @@ class Sequence:
         if self.guide is not None:
             self.guide.token_ids[self.guide.num_tokens] = token_id
             self.guide.num_tokens += 1
-        num_generated = self.num_tokens - self.num_prompt_tokens
+        num_generated = self.num_generated_tokens
         may_stop = num_generated > params.min_tokens
         if may_stop and token_id in request.final_ids:
             self.finish_reason = "stop"
@@ -422,6 +460,7 @@ class Sequence:
             explanation=self.explanation,
             seed=self.request.seed,
             num_truncated_tokens=self.request.num_truncated_tokens,
+            num_shifted_tokens=self.num_shifted_tokens,
             prompt_logprobs=None if self.request.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
             decisions=self.request.decisions,
             drafts={} if self.guesser is None else dict(self.guesser.counts),

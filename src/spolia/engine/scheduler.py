@@ -21,7 +21,7 @@ another; with nothing running, the first in order is admitted without regard to 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -143,6 +143,13 @@ class Scheduler:
         elif not self._waiting.discard(sequence):
             self._preempted.remove(sequence)
         self._shares.leave(sequence.request.tenant)
+
+    def restart(self, sequence: Sequence, change: Callable[[], None]) -> None:
+        """Let a running sequence begin anew with other tokens: what it computed stays with the tokens it was of."""
+        self._running.remove(sequence)
+        self._stop_running(sequence, Outcome.BROKEN_OFF)
+        change()
+        self._preempted.appendleft(sequence)
 
     def plan_step(self) -> StepPlan:
         """Choose which tokens the next step computes; empty only if there are no sequences.
@@ -391,7 +398,7 @@ class Scheduler:
             sequence.reusable_ids,
             resumed=sequence.num_ever_computed_tokens > 0,
             label=request.request_id,
-            wishes=request.wishes,
+            wishes=() if sequence.num_shifted_tokens else request.wishes,  # they go by places
         )
         start = lease.num_computed_tokens
         stop = min(sequence.num_tokens, start + budget)

@@ -20,10 +20,14 @@ class History:
 
     Attributes:
         buffer: int32; the first `num_tokens` count. Not to be written to.
+        num_dropped_tokens: before the buffer's, as the context was full; `num_dropped_of_answer` of them were said.
         seed: of the request: what a processor draws must depend on it and the position alone; see `uniform`.
     """
 
-    __slots__ = ("_all", "_generated", "buffer", "num_prompt_tokens", "num_tokens", "seed", "vocab_size")
+    __slots__ = (
+        *("_all", "_generated", "buffer", "num_dropped_of_answer", "num_dropped_tokens"),
+        *("num_prompt_tokens", "num_tokens", "seed", "vocab_size"),
+    )
 
     def __init__(self, buffer: Ids, num_prompt_tokens: int, *, vocab_size: int, seed: int = 0) -> None:
         self.buffer = buffer
@@ -31,6 +35,7 @@ class History:
         self.num_tokens = num_prompt_tokens
         self.vocab_size = vocab_size
         self.seed = seed
+        self.num_dropped_tokens = self.num_dropped_of_answer = 0
         self._all: TokenCounts | None = None
         self._generated: TokenCounts | None = None
 
@@ -55,7 +60,7 @@ class History:
 
     @property
     def num_generated_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
+        return self.num_dropped_of_answer + self.num_tokens - self.num_prompt_tokens
 
     def all_counts(self) -> TokenCounts:
         """How often each token occurs in prompt and answer."""
@@ -71,7 +76,7 @@ class History:
 
     def uniform(self, purpose: int) -> float:
         """A number in [0, 1) for the next token's position. Processors that draw use different purposes."""
-        return uniform(self.seed ^ (purpose * 0xD1B54A32D192ED03), self.num_tokens)
+        return uniform(self.seed ^ (purpose * 0xD1B54A32D192ED03), self.num_dropped_tokens + self.num_tokens)
 
 
 class TokenCounts:

@@ -118,6 +118,9 @@ class SamplingParams:
         max_time: seconds after submission at which the answer ends, with finish reason "length".
         truncate: what to do with a prompt that is too long: "none" refuses it, "head" drops its beginning, "middle" its
             middle.
+        context_shift: {"sinks": n}: an answer that fills the context goes on: all but the prompt's first n tokens (4
+            unless told) and the later half of the rest is dropped, and what is left is read again, at its new place.
+            `max_tokens` may then exceed the context. None: an answer ends where the context does.
         truncate_prompt_tokens: keep this many of the prompt's last tokens.
         token_healing: take the prompt's last token back, and let the model write its text anew.
         thinking_budget: most tokens between `reasoning_tags`; then the closing tag is forced.
@@ -199,6 +202,7 @@ class SamplingParams:
     stopping_criteria: tuple[Any, ...] = ()
     max_time: float | None = None
     truncate: str = "none"
+    context_shift: Mapping[str, int] | None = None
     truncate_prompt_tokens: int | None = None
     token_healing: bool = False
     thinking_budget: int | None = None
@@ -286,6 +290,13 @@ class SamplingParams:
             raise InvalidRequest(
                 f"truncate is {self.truncate!r}; it must be one of {', '.join(_TRUNCATIONS)}", param="truncate"
             )
+        if self.context_shift is not None:
+            self._set("context_shift", _context_shift(self.context_shift))
+            if self.guidance_scale != 1 or self.max_tokens is None:
+                raise InvalidRequest(
+                    "context_shift needs max_tokens, or nothing would end the answer, and no guidance_scale",
+                    param="context_shift",
+                )
         self._set("stopping_criteria", as_tuple("stopping_criteria", self.stopping_criteria))
         if not all(map(callable, self.stopping_criteria)):
             raise InvalidRequest(
@@ -408,6 +419,14 @@ def _sequence_bias(pair: Any) -> tuple[tuple[int, ...], float]:
     if bias != -math.inf:
         check_number("sequence_bias", bias, -_MAX_BIAS, _MAX_BIAS)
     return token_ids("sequence_bias", ids, required=True), float(bias)
+
+
+def _context_shift(settings: Any) -> dict[str, int]:
+    if not isinstance(settings, Mapping) or not set(settings) <= {"sinks"}:
+        raise InvalidRequest(f'context_shift is {settings!r}; it must be {{"sinks": number}}', param="context_shift")
+    num_sinks = settings.get("sinks", 4)
+    check_integer("context_shift", num_sinks, 0, MAX_INT)
+    return {"sinks": num_sinks}
 
 
 def _watermark(settings: Any) -> dict[str, Any]:

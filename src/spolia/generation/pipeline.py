@@ -278,6 +278,18 @@ class Pipeline:
         self._form.take(self._history)
         return self._form.is_complete
 
+    def note_dropped(self, num_tokens: int, *, num_prompt_tokens: int, num_of_answer: int, seed: int) -> None:
+        """So many of the buffer's tokens are gone, because the context was full; the others have moved up."""
+        before = self._history
+        if before is None:
+            raise Bug("tokens were dropped of a text that no pipeline follows")
+        self._history = after = History(before.buffer, num_prompt_tokens, vocab_size=self._vocab_size, seed=seed)
+        after.num_tokens = before.num_tokens - num_tokens
+        after.num_dropped_tokens = before.num_dropped_tokens + num_tokens
+        after.num_dropped_of_answer = before.num_dropped_of_answer + num_of_answer
+        if self._form is not None:
+            self._form.note_dropped(num_tokens)
+
     def fork(self, token_ids: NDArray[np.int32], num_prompt_tokens: int, *, seed: int) -> Pipeline:
         """Another, for a text that goes on from this one's in its own way: a beam. Processors are the same objects."""
         forked = copy(self)

@@ -34,6 +34,7 @@ class RowSampling(NamedTuple):
 
     Attributes:
         position: absolute position of the token to draw, the prompt counted.
+        num_dropped_tokens: before the first position, because the context was full.
         banned_ids: int32, ids that must not be drawn; mostly empty.
         pipeline: processors to run before the draw; mostly none.
     """
@@ -43,6 +44,12 @@ class RowSampling(NamedTuple):
     position: int
     banned_ids: NDArray[np.int32]
     pipeline: Pipeline | None = None
+    num_dropped_tokens: int = 0
+
+    @property
+    def uniform(self) -> float:
+        """The number in [0, 1) that its draw depends on."""
+        return uniform(self.seed, self.position + self.num_dropped_tokens)
 
 
 class TokenLogprobs(NamedTuple):
@@ -151,7 +158,7 @@ class Sampler:
         candidates = pipeline.candidates(logits, self._scratch)
         if not pipeline.has_filters:  # it was asked so that it could take its notes
             return self._draw(logits, best_id, row)
-        return self._draw_candidate(candidates, uniform(row.seed, row.position))
+        return self._draw_candidate(candidates, row.uniform)
 
     def _draw_candidate(self, candidates: Candidates, u: float) -> int:
         ids, scores = candidates
@@ -164,7 +171,7 @@ class Sampler:
 
     def _draw(self, logits: NDArray[np.float32], best_id: int, row: RowSampling) -> int:
         params = row.params
-        u = uniform(row.seed, row.position)
+        u = row.uniform
         x = self._row
         np.subtract(logits, logits[best_id], out=x)  # the best token has weight exp(0) = 1, so nothing overflows
         np.divide(x, np.float32(params.temperature), out=x)

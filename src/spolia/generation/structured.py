@@ -138,6 +138,10 @@ class GrammarMask:
         self.is_complete = self._matcher.is_stopped() and not self._matcher.is_error()
         self._next = self._pool.submit(self._forbidden)
 
+    def note_dropped(self, num_tokens: int) -> None:
+        """The history has lost so many tokens that the matcher knows, and goes on."""
+        self._num_seen = None if self._num_seen is None else self._num_seen - num_tokens
+
     def forced_ids(self) -> list[int]:
         """Tokens that must follow, as the model's own tokenizer would cut them; a guess, as other cuts are allowed."""
         if self._next is not None:

@@ -222,6 +222,7 @@ class Answer:
             completion_tokens=sum(len(output.token_ids) for output in self.outputs.values()),
             cached_tokens=sum(output.num_cached_tokens for output in firsts),
             truncated_tokens=sum(output.num_truncated_tokens for output in firsts),
+            shifted_tokens=sum(output.num_shifted_tokens for output in self.outputs.values()),
             rounded_tokens=sum((Counter(output.num_rounded_tokens) for output in firsts), Counter()),
             moved_lines=self.num_moved_lines,
             drafts=self._drafts(),

@@ -60,11 +60,14 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
+    """`shifted_tokens`: dropped from full contexts, as was asked for (`context_shift`); left out where none were."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     moved_lines: int | UnsetType = UNSET
+    shifted_tokens: int | UnsetType = UNSET
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @classmethod
@@ -74,6 +77,7 @@ class Usage(msgspec.Struct, frozen=True):
         completion_tokens: int,
         cached_tokens: int,
         truncated_tokens: int = 0,
+        shifted_tokens: int = 0,
         moved_lines: int | None = None,
         rounded_tokens: Mapping[str, int] | None = None,
         drafts: CompletionTokensDetails | None = None,
@@ -86,6 +90,7 @@ class Usage(msgspec.Struct, frozen=True):
             total_tokens,
             details,
             UNSET if moved_lines is None else moved_lines,
+            shifted_tokens or UNSET,
             UNSET if drafts is None else drafts,
         )
 

@@ -62,6 +62,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop_regex: str | None = None
     max_time: float | None = None
     truncate: str | None = None
+    context_shift: dict[str, int] | None = None
     truncate_prompt_tokens: int | None = None
     token_healing: bool | None = None
     thinking_budget: int | None = None

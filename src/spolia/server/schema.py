@@ -166,6 +166,10 @@ class SamplingRequest(SamplingFields, kw_only=True):
             )
         if self.stream and self.num_candidates > self.num_choices and not self.wants_beams:
             raise InvalidRequest("best_of does not stream: the best is known at the end", param="best_of")
+        if self.session is not None and self.context_shift is not None:
+            raise InvalidRequest(
+                "context_shift does not go with session, which keeps every token", param="context_shift"
+            )
         if self.session is not None and self.num_choices != 1:
             raise InvalidRequest(f"n is {self.n}; a session has one answer a turn", param="n")
         if self.stream_options is not None and not self.stream:
