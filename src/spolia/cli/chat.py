@@ -14,8 +14,9 @@ from spolia.errors import InvalidRequest
 
 __all__ = ["run", "run_remote"]
 
-_HELP = """/rewind [N] takes back N exchanges · /fork [NAME] goes on in a copy · /open NAME · /sessions · /reset forgets
-/explain: where the last answer came from · /cache: the pools · /quit or Ctrl-D ends · Ctrl-C stops an answer"""
+_HELP = """/fork [NAME] goes on in a copy · /open NAME · /sessions lists · /reset forgets
+/rewind [N] takes back N exchanges · /explain: where the last context came from
+/cache: the pools · Ctrl-C stops an answer · /quit or Ctrl-D ends · /help"""
 
 
 def run(source: str, *, system: str | None, sampling: SamplingFlags, engine: EngineFlags) -> None:
@@ -51,7 +52,7 @@ def run_remote(
 def _talk(partner: Partner, system: str | None) -> None:
     conversation = _Conversation(partner, Talk([] if system is None else [{"role": "system", "content": system}]))
     _say(f"{partner.describe()}\n{_HELP}")
-    while (line := _read()) is not None:
+    while (line := _read(conversation.name)) is not None:
         if line in ("/quit", "/exit"):
             return
         try:
@@ -59,7 +60,7 @@ def _talk(partner: Partner, system: str | None) -> None:
         except InvalidRequest as error:  # a context that is full, say: whoever sits here can go on from before
             if not sys.stdin.isatty():
                 raise
-            _say(f"{error}\n{_HELP}")
+            _say(str(error))
 
 
 class _Conversation:
@@ -68,6 +69,11 @@ class _Conversation:
     def __init__(self, partner: Partner, talk: Talk) -> None:
         self._partner = partner
         self._talk = talk
+
+    @property
+    def name(self) -> str:
+        """Of the one that is open."""
+        return self._talk.name
 
     def take(self, line: str) -> None:
         """
@@ -96,8 +102,10 @@ class _Conversation:
                 _say(self._partner.explain() or "nothing was answered yet")
             case "/cache":
                 _say(self._partner.cache())
-            case _ if line.startswith("/"):
+            case "/help":
                 _say(_HELP)
+            case _ if line.startswith("/"):
+                _say(f"there is no command {command}\n{_HELP}")
             case _:
                 self._talk.take(line, self._answer(self._talk.asked(line)))
 
@@ -118,15 +126,15 @@ class _Conversation:
         return "".join(parts)
 
 
-def _read() -> str | None:
-    """The next line, stripped; None at the end of input. A pipe gets no prompt."""
+def _read(name: str) -> str | None:
+    """The next line, stripped; None at the end of input. A pipe gets no prompt; a fork's has its name."""
     if not sys.stdin.isatty():
         line = sys.stdin.readline()
         return line.strip() if line else None
     import readline  # noqa: F401 - line editing and history for input()
 
     try:
-        return input("\n> ").strip()
+        return input("\n> " if name == "main" else f"\n{name}> ").strip()
     except (EOFError, KeyboardInterrupt):
         return None
 

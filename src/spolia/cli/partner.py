@@ -112,6 +112,7 @@ class RemotePartner:
         self._model = model or names[0]
         self._last: dict[str, Any] | None = None
         self._num_output_tokens = 0
+        self._finish = ""
 
     def describe(self) -> str:
         return f"{self._model} at {self._url}"
@@ -141,6 +142,8 @@ class RemotePartner:
             if self._num_output_tokens > 1 and decode_s > 0:
                 parts.append(f"{(self._num_output_tokens - 1) / decode_s:.0f} tok/s")
             parts.append(f"first after {1e3 * timings['first_token_s']:.0f} ms")
+        if self._finish == "length":
+            parts.append("cut at its limit")
         return f"[{' · '.join(parts)}]"
 
     def explain(self) -> str | None:
@@ -158,6 +161,7 @@ class RemotePartner:
         if "error" in event:
             raise SpoliaError(event["error"]["message"])
         for choice in event.get("choices", ()):
+            self._finish = choice.get("finish_reason") or self._finish
             if text := choice["delta"].get("content"):
                 yield text
         if event.get("usage"):
