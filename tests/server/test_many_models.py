@@ -191,6 +191,36 @@ def test_a_session_outlives_its_models_stay_in_memory():
             assert httpx.get(f"{url}/v1/sessions/{session}").json()["num_turns"] == turn
 
 
+def test_a_session_outlives_the_failure_of_its_engine():
+    executables: list[ToyExecutable] = []
+
+    def load(_: int | None) -> AsyncEngine:
+        executables.append(ToyExecutable())
+        return chatty_engine(executable=executables[-1], num_blocks=64)
+
+    with serving({"a": ModelSource(load=load, size_bytes=lambda: 1)}) as url:
+        session = httpx.post(f"{url}/v1/sessions", json={"model": "a"}).json()["id"]
+        first = complete(url, "a", "more", session=session)
+        executables[0].error = RuntimeError("the kernel broke")
+        assert complete(url, "a", "x").status_code == 500
+        assert states(url) == {"a": "failed"}
+        again = complete(url, "a", "more", session=session)  # loads it anew
+        assert again.status_code == 200, again.text
+        assert len(executables) == 2
+        usage = [reply.json()["usage"]["prompt_tokens"] for reply in (first, again)]
+        assert usage[1] > usage[0] + 4  # what was said is there
+
+
+@pytest.mark.parametrize("verb", ["lookup", "warm", "export", "clear"])
+def test_what_an_operator_asks_of_an_unloaded_model_loads_it(verb: str):
+    body = {"model": "a", "all": True} if verb == "clear" else {"model": "a", "prompt": "hello, who is there?"}
+    with serving({"a": toy(), "b": toy()}, ROOM_FOR_ONE) as url:
+        assert complete(url, "b").status_code == 200
+        reply = httpx.post(f"{url}/v1/cache/{verb}", json=body, timeout=60)
+        assert reply.status_code == (400 if verb == "export" else 200), reply.text
+        assert states(url) == {"a": "ready", "b": "unloaded"}
+
+
 def test_a_stream_that_may_be_resumed_holds_its_model():
     with serving({"a": toy(observer=Pace(step_s=0.02))}, ServerConfig(keep_alive_s=0)) as url:
         body = {"model": "a", "prompt": "x", "max_tokens": 40, "ignore_eos": True, "stream": True, "resumable": True}

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,6 +100,16 @@ def test_a_second_signal_does_not_wait_for_a_client_that_never_finishes_its_requ
 
 def test_an_idle_server_ends_at_once(process):
     process.signal(signal.SIGTERM)
+    assert process.wait() == 0
+    assert not process.find("Traceback")
+
+
+def test_signals_at_any_moment_of_the_end_do_not_cut_it_off(process):
+    process.await_ready()
+    process.signal(signal.SIGTERM)
+    while process.popen.poll() is None:
+        process.signal(signal.SIGTERM)
+        time.sleep(0.01)
     assert process.wait() == 0
     assert not process.find("Traceback")
 

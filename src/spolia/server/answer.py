@@ -340,6 +340,8 @@ class Answer:
             fields |= {"key": caller.account.settings.name, "tenant": caller.tenant}
         if caller.request_id is not None:
             fields["client_request"] = caller.request_id
+        if caller.ignored:
+            fields["ignored"] = ",".join(caller.ignored)
         log_fields(logger, "answered", fields)
         self._served.recent.append(
             {

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 
+from spolia.server.access import current_caller, set_caller
 from spolia.server.errors import BodyTooLarge, BodyTooSlow
 from spolia.server.schema import decode
+from spolia.server.unknown_fields import ignored_fields
 
 __all__ = ["BodyDeadlines", "read_body"]
 
@@ -57,10 +60,13 @@ async def read_body(request: Request, kind: type[_Body], *, max_bytes: int) -> _
     Raises:
         BodyTooLarge: declared or found to be longer than `max_bytes`; the rest is not read.
         BodyTooSlow: not here within `ServerConfig.body_timeout_s`, or soon after the server was told to end.
-        InvalidRequest: not JSON, or not of this kind.
+        InvalidRequest: not JSON, or not of this kind; or a field is misspelt, see `ignored_fields`.
     """
     deadlines: BodyDeadlines = request.app.state.body_deadlines
-    return decode(await deadlines.wait_for(request, max_bytes), kind)
+    body = await deadlines.wait_for(request, max_bytes)
+    if ignored := ignored_fields(body, kind):
+        set_caller(replace(current_caller(), ignored=ignored))  # the gate tells them, and so does the log
+    return decode(body, kind)
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

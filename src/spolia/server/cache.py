@@ -29,7 +29,7 @@ from spolia.server.served import ServedModel, ServedModels
 __all__ = ["CacheEndpoints"]
 
 
-class PinRequest(msgspec.Struct, kw_only=True):
+class PinRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A prompt, as text, token ids or messages; `ttl` in seconds, or until it is lifted."""
 
     model: str | None = None

@@ -38,7 +38,7 @@ from spolia.server.sessions import find_session
 __all__ = ["CacheAdminEndpoints", "Selection", "select_ids", "warm"]
 
 
-class Selection(msgspec.Struct, kw_only=True):
+class Selection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A prompt, as text, token ids, messages or a session's id."""
 
     model: str | None = None
@@ -225,7 +225,7 @@ class CacheAdminEndpoints:
     async def import_file(self, request: Request) -> Response:
         """Take in a file of `export`, the request's body."""
         _refuse_other_sites(request)
-        served = self._models.get(request.query_params.get("model"))
+        served = await self._models.ready(request.query_params.get("model"))
         admin = _admin(served)
         deadlines: BodyDeadlines = request.app.state.body_deadlines
         most = max(self._config.max_body_bytes, served.engine.config.kv_memory or 0)
@@ -257,7 +257,7 @@ class CacheAdminEndpoints:
     async def _read(self, request: Request, kind: type[Any]) -> tuple[ServedModel, Any, CacheAdmin]:
         _refuse_other_sites(request)
         body = await read_body(request, kind, max_bytes=self._config.max_body_bytes)
-        served = self._models.get(body.model)
+        served = await self._models.ready(body.model)
         return served, body, _admin(served)
 
 

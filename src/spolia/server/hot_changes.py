@@ -21,7 +21,7 @@ __all__ = ["Change", "ConfigChange", "apply_changes", "describe"]
 Undo = Callable[[], Awaitable[None]]
 
 
-class AttachTier(msgspec.Struct, kw_only=True):
+class AttachTier(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A tier to be: `disk` (a folder), `host` (bytes of memory) or `remote` (a URL), just one of them."""
 
     name: str | None = None
@@ -32,7 +32,7 @@ class AttachTier(msgspec.Struct, kw_only=True):
     write: Literal["write_through", "write_back", "selective"] | None = None
 
 
-class ConfigChange(msgspec.Struct, kw_only=True):
+class ConfigChange(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What to change, in this order."""
 
     model: str | None = None

@@ -1,8 +1,8 @@
 """Request bodies, and how bytes become them.
 
-A field that no struct names is ignored, as OpenAI ignores what it does not know. A field that would change the answer
-and is not supported is named in `_NEUTRAL`, and refused unless it holds a value under which it does nothing: an answer
-that silently leaves out what was asked for would be a wrong answer.
+A field that no struct names is ignored, and the client is told; one that is misspelt is refused, see `unknown_fields`.
+A field that would change the answer and is not supported is named in `_NEUTRAL`, and refused unless it holds a value
+under which it does nothing: an answer that silently leaves out what was asked for would be a wrong answer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class Retention(msgspec.Struct, kw_only=True):
+class Retention(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How long prompt tokens [start, end) are worth keeping; without `end`, all from `start` on, the answer's too."""
 
     start: int = 0

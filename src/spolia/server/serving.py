@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.server import HANDLED_SIGNALS
 
 from spolia.engine import AsyncEngine
 from spolia.server.app import create_app
@@ -49,7 +52,8 @@ def serve(
 ) -> bool:
     """Serve on `listener` until SIGINT or SIGTERM; then finish what runs. A second signal aborts it, a third drops it.
 
-    Blocks; call it on the main thread. Engines are closed at the end.
+    Blocks; call it on the main thread. Engines are closed at the end, and the process is to end then: from there on it
+    ignores both signals.
 
     Args:
         models: loaded at the start, as far as there is room; the others by their first request.
@@ -102,6 +106,7 @@ class _Server(uvicorn.Server):
         self._warming: set[asyncio.Future[None]] = set()
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._aborting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     def publish_events(self, config: ServerConfig) -> EventPublisher | None:
@@ -132,6 +137,18 @@ class _Server(uvicorn.Server):
         self._body_deadlines.hurry(_REST_OF_BODY_S)
         self._events.close()
         await super().shutdown(sockets)
+        await self._close_engines()  # while signals are still ours: what is written then is not to be cut off
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """In place of uvicorn's, which would have the old handlers back while the process is not quite at its end."""
+        for number in HANDLED_SIGNALS:
+            signal.signal(number, self.handle_exit)
+        try:
+            yield
+        finally:
+            for number in HANDLED_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
 
     def _on_loaded(self, served: ServedModel, future: Future[AsyncEngine]) -> None:
         """Called on the loading thread, but not before the server answers and handles signals."""
@@ -155,7 +172,7 @@ class _Server(uvicorn.Server):
         task.add_done_callback(self._warming.discard)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """In place of uvicorn's, which would end the process by the signal after draining."""
+        """Drain, abort, drop."""
         self._num_signals += 1
         if self._num_signals == 1:
             self.should_exit = True
@@ -168,7 +185,7 @@ class _Server(uvicorn.Server):
                 self._loop.call_soon_threadsafe(self._drop)
 
     def _abort(self) -> None:
-        self._closing = asyncio.ensure_future(self._abort_and_drop())
+        self._aborting = asyncio.ensure_future(self._abort_and_drop())
 
     async def _abort_and_drop(self) -> None:
         await self._close_engines()
@@ -181,6 +198,12 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
     async def _close_engines(self) -> None:
+        """Once, whoever wants it first; the others wait for it."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._end_all())
+        await asyncio.shield(self._closing)
+
+    async def _end_all(self) -> None:
         if self._preloading is not None:
             self._preloading.cancel()
         if self._mcp is not None:

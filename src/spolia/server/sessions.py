@@ -43,25 +43,25 @@ _MARK = "spolia-reply-7d0c1f"
 """Stands for the last reply when a conversation is rendered to see what comes after it."""
 
 
-class OpenSession(msgspec.Struct, kw_only=True):
+class OpenSession(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     cache_salt: str | None = None
     ttl: float | None = None
 
 
-class AppendToSession(msgspec.Struct, kw_only=True):
+class AppendToSession(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     cache_salt: str | None = None
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
 
 
-class ForkSession(msgspec.Struct, kw_only=True):
+class ForkSession(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     cache_salt: str | None = None
 
 
-class RewindSession(msgspec.Struct, kw_only=True):
+class RewindSession(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     cache_salt: str | None = None
     turns: int | None = None

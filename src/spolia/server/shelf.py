@@ -152,20 +152,31 @@ class Shelf:
         return sum(engine.weights_bytes for engine in engines), sum(engine.kv_bytes for engine in engines)
 
     def _begin(self, served: ServedModel, models: Sequence[ServedModel]) -> Future[AsyncEngine]:
-        loading: Future[AsyncEngine] = Future()
+        before, loading = served.loading, Future[AsyncEngine]()
+        failed = None if before is None or before.exception() is not None else before.result()
         served.loading = loading
         served.since_s = time.time()
         loading.add_done_callback(lambda done: self.on_loaded(served, done))
-        self._keep(asyncio.ensure_future(self._load(served, loading, models)))
+        self._keep(asyncio.ensure_future(self._load(served, loading, models, failed)))
         return loading
 
-    async def _load(self, served: ServedModel, loading: Future[AsyncEngine], models: Sequence[ServedModel]) -> None:
+    async def _load(
+        self,
+        served: ServedModel,
+        loading: Future[AsyncEngine],
+        models: Sequence[ServedModel],
+        failed: AsyncEngine | None,
+    ) -> None:
         source = served.source
         assert source is not None
         async with self._placing:
             for other in models:  # one that was begun before there was a server takes its share first
                 if other.source is not None and other.source.loading is not None and other.loading is not loading:
                     await _done(other.source.loading, None)
+            if failed is not None:
+                await _put_aside(served, failed)
+                del failed
+                await asyncio.to_thread(gc.collect)
             try:
                 kv_bytes = await self._make_room(served, source.size_bytes, models)
             except Exception as error:
@@ -225,8 +236,7 @@ class Shelf:
         engine = served.engine
         served.loading = None
         self._stop_expiry(served)
-        await engine.aclose()
-        served.aside = engine.sessions
+        await _put_aside(served, engine)
         del engine
         await asyncio.to_thread(gc.collect)  # parts of an engine know each other; the memory is wanted now
         log_fields(logger, "unloaded", {"model": served.name})
@@ -251,6 +261,12 @@ class Shelf:
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _put_aside(served: ServedModel, engine: AsyncEngine) -> None:
+    """End an engine; its sessions are for the next one."""
+    await engine.aclose()
+    served.aside = engine.sessions
 
 
 async def _done(future: Future[AsyncEngine], timeout_s: float | None) -> None:

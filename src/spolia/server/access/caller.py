@@ -23,11 +23,13 @@ class Caller:
         account: None where the server asks for no keys.
         request_id: the client's own word for the request, or None; for the log.
         trace: takes what its answers took; None where nobody traces.
+        ignored: fields of its body that do nothing here.
     """
 
     account: Account | None = None
     request_id: str | None = None
     trace: RequestTrace | None = None
+    ignored: tuple[str, ...] = ()
 
     @property
     def tenant(self) -> str | None:

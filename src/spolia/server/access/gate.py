@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spolia.errors import InvalidRequest
 from spolia.server.access.account import Account
-from spolia.server.access.caller import Caller, set_caller
+from spolia.server.access.caller import Caller, current_caller, set_caller
 from spolia.server.access.ring import KeyRing
 from spolia.server.errors import Forbidden, Unauthorized, error_response
 from spolia.server.tracing import Tracing
@@ -47,7 +47,9 @@ class Gate:
                 return
             trace = None if self._tracing is None else self._tracing.begin(headers)
             set_caller(Caller(account, _client_id(headers), trace))
-        await self._app(scope, receive, send)
+            await self._app(scope, receive, _telling(send))
+        else:
+            await self._app(scope, receive, send)
 
     def _account(self, path: str, headers: Headers) -> Account | None:
         if self._ring is None or path in _OPEN_PATHS or path.startswith(_OPEN_PREFIXES):
@@ -62,6 +64,17 @@ class Gate:
         if not account.settings.admin and (path in _ADMIN_PATHS or path.startswith(_ADMIN_PREFIXES)):
             raise Forbidden(f"{path} is for keys with admin = true; {account.settings.name!r} has not")
         return account
+
+
+def _telling(send: Send) -> Send:
+    """`send`, with the names of the body's fields that were ignored in a header."""
+
+    async def told(message: Message) -> None:
+        if message["type"] == "http.response.start" and (ignored := current_caller().ignored):
+            message["headers"] = [*message["headers"], (b"x-spolia-ignored", ",".join(ignored).encode())]
+        await send(message)
+
+    return told
 
 
 def _client_id(headers: Headers) -> str | None:

@@ -1,4 +1,4 @@
-"""Bodies and replies of the Messages API. Fields that nothing here names are ignored, as everywhere."""
+"""Bodies and replies of the Messages API. Fields that nothing here names are ignored and told, as everywhere."""
 
 from __future__ import annotations
 
