@@ -85,7 +85,7 @@ def test_a_session_goes_to_a_file_and_back(url, tmp_path, capsys):
 def test_what_is_wrong_is_told(url, tmp_path):
     with pytest.raises(InvalidRequest, match="no tier 'cellar'"):
         operator.post("move", url, None, {"prompt": PROMPT, "to": "cellar"})
-    with pytest.raises(InvalidRequest, match="no JSON list"):
+    with pytest.raises(InvalidRequest, match="a JSON list of messages"):
         operator.selection(None, None, tmp_path / "nothing", None, None)
     with pytest.raises(SpoliaError, match="no server answers"):
         operator.post("lookup", "http://127.0.0.1:9", None, {"prompt": PROMPT})
@@ -111,4 +111,4 @@ def test_a_file_of_prompts_that_is_none_is_told_before_anything_takes_time(tmp_p
     (tmp_path / "warm.jsonl").write_text('{"prompt": "a"}\n{"prompts": "b"}\n')
     process = ServerProcess("smollm2", "--warm", str(tmp_path / "warm.jsonl"))
     assert process.wait() == 2
-    assert "line 2 has not one of prompt and messages" in process.log[-1]
+    assert 'line 2, \'{"prompts": "b"}\', is no prompt to warm' in process.log[-1]

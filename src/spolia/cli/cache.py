@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from spolia.cli.flags import parse_url
 from spolia.cli.models import fetch
 from spolia.errors import InvalidRequest, SpoliaError
 from spolia.models.template_lint import TemplateFinding, lint_template
@@ -28,7 +29,7 @@ def explain(request_id: str, url: str) -> None:
         InvalidRequest: the server does not know that request.
         SpoliaError: the server does not answer.
     """
-    base = url.rstrip("/").removesuffix("/v1")
+    base = parse_url(url)
     try:
         reply = httpx.get(f"{base}/v1/cache/explain/{request_id}", timeout=_TIMEOUT_S)
     except httpx.HTTPError as error:

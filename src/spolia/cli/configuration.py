@@ -120,14 +120,18 @@ def settings_of(context: typer.Context, command: str, arguments: Sequence[str]) 
 
     Raises:
         InvalidRequest: as `read_default_map`, and for a command that is not configured.
-        typer.BadParameter: a value that is not allowed.
+        typer.BadParameter: a value that is not allowed. A flag that is none is a usage error of click's.
     """
     if command not in CONFIGURED:
         raise InvalidRequest(f"{command!r} has no configuration; these have: {', '.join(CONFIGURED)}")
     root = context.find_root()
     subcommand: Any = root.command.get_command(root, command)  # type: ignore[attr-defined]
     inner = subcommand.make_context(command, [], parent=root, resilient_parsing=True)
-    given, _, _ = subcommand.make_parser(inner).parse_args(list(arguments))
+    inner.resilient_parsing = False  # which would swallow what it does not know, and all that comes after it
+    given, left, _ = subcommand.make_parser(inner).parse_args(list(arguments))
+    inner.resilient_parsing = True
+    if left:
+        raise InvalidRequest(f"{command} takes no {left[0]!r}; `spolia {command} --help` lists what it takes")
     file = next(param for param in subcommand.params if param.name == "config")
     chosen = file.process_value(inner, file.consume_value(inner, given)[0])
     inner.default_map = read_default_map(chosen, command, inner)

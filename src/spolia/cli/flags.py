@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spolia.cli.configuration import use_file
+from spolia.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from spolia.engine import EngineConfig, SamplingParams
@@ -58,6 +59,7 @@ __all__ = [
     "TopKFlag",
     "TopPFlag",
     "parse_size",
+    "parse_url",
     "size_text",
 ]
 
@@ -79,6 +81,20 @@ def parse_size(text: str) -> int:
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a size; write it like 2GiB, 512MiB or 65536")
     return int(float(match["number"]) * _UNITS[match["unit"].lower()])
+
+
+def parse_url(text: str) -> str:
+    """A server's address, without the `/v1` that clients of OpenAI's have after it.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    scheme, separator, rest = text.partition("://")
+    if scheme not in ("http", "https") or not separator or not rest.strip("/"):
+        raise InvalidRequest(
+            f"--url is {text!r}; it must be a server's address, such as http://127.0.0.1:8000", param="url"
+        )
+    return text.rstrip("/").removesuffix("/v1")
 
 
 def _defaults(name: str) -> str:

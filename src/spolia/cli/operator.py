@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from spolia.cli.flags import parse_size
+from spolia.cli.flags import parse_size, parse_url
 from spolia.errors import InvalidRequest, SpoliaError
 
 __all__ = ["clear", "config", "export", "import_file", "is_server", "post", "selection", "unpin"]
@@ -34,8 +34,16 @@ def selection(
     if messages is not None:
         try:
             read = json.loads(messages.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InvalidRequest(f"{messages} holds no JSON list of messages: {error}", param="messages") from None
+        except OSError as error:
+            raise InvalidRequest(
+                f"--messages {messages} cannot be read: {error.strerror}; name a file with a JSON list of messages",
+                param="messages",
+            ) from None
+        except ValueError as error:
+            raise InvalidRequest(
+                f'--messages {messages} is no JSON: {error}; it must hold [{{"role": "user", "content": "..."}}, ...]',
+                param="messages",
+            ) from None
     chosen = {"prompt": prompt, "session": session, "messages": read, "model": model, "cache_salt": salt}
     return {name: value for name, value in chosen.items() if value is not None}
 
@@ -112,7 +120,7 @@ def _ask(method: str, url: str, path: str, key: str | None, **options: Any) -> h
         InvalidRequest: the server does not do it; says why.
         SpoliaError: the server does not answer.
     """
-    base = url.rstrip("/").removesuffix("/v1")
+    base = parse_url(url)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         reply = httpx.request(method, f"{base}/v1/cache/{path}", timeout=_TIMEOUT_S, headers=headers, **options)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from spolia.cli.flags import parse_url
 from spolia.cli.generate import figures
 from spolia.cli.talk import Messages, cache_bar, explained
 from spolia.engine import LLM, Ledger, RequestOutput, SamplingParams
@@ -101,7 +102,7 @@ class RemotePartner:
     """
 
     def __init__(self, url: str, model: str | None, key: str | None, fields: Mapping[str, Any]) -> None:
-        base = url.rstrip("/").removesuffix("/v1")
+        base = parse_url(url)
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._http = httpx.Client(base_url=base, timeout=_TIMEOUT_S, trust_env=False, headers=headers)
         self._url = url

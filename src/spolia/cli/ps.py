@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from spolia.cli.flags import parse_url
 from spolia.errors import SpoliaError
 
 __all__ = ["report", "run"]
@@ -18,7 +19,7 @@ def run(url: str, *, key: str | None) -> None:
     Raises:
         SpoliaError: the server is not there, or refuses.
     """
-    address = f"{url.rstrip('/').removesuffix('/v1')}/v1/models"
+    address = f"{parse_url(url)}/v1/models"
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         reply = httpx.get(address, headers=headers, timeout=10, trust_env=False)

@@ -18,7 +18,7 @@ from spolia.cli.models import fetch
 from spolia.cli.recording import Recording
 from spolia.engine import AsyncEngine, EngineConfig
 from spolia.errors import InvalidRequest, SpoliaError
-from spolia.models import list_models
+from spolia.models import check_source, list_models
 from spolia.server import ServerConfig, listen, log_fields, parse_duration, read_keys, read_mcp_file, set_up_logging
 
 __all__ = ["run"]
@@ -63,6 +63,8 @@ def run(
         )
     if log_format not in (None, "text", "json"):
         raise InvalidRequest(f"log_format is {log_format!r}; it must be text or json", param="log_format")
+    for source in sources:
+        check_source(source)
     set_up_logging("json" if log_format == "json" else "text")
     config = engine.config()
     given = {key: value for key, value in server.items() if value is not None}

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from spolia.cli.flags import size_text
+from spolia.cli.flags import parse_url, size_text
 from spolia.errors import SpoliaError
 
 __all__ = ["frame", "run"]
@@ -25,7 +25,7 @@ def run(url: str, *, model: str | None, key: str | None, interval_s: float, once
     Raises:
         SpoliaError: the server is not there, or refuses.
     """
-    address = f"{url.rstrip('/').removesuffix('/v1')}/v1/cache/live"
+    address = f"{parse_url(url)}/v1/cache/live"
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     params = {} if model is None else {"model": model}
     earlier: Mapping[str, Any] | None = None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spolia.models.chat_template import ChatTemplate
     from spolia.models.model import Model, load
-    from spolia.models.sources import BUILTINS, Progress, list_models, models_folder, pull, remove
+    from spolia.models.sources import BUILTINS, Progress, check_source, list_models, models_folder, pull, remove
     from spolia.models.tokenizer import Tokenizer
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Model",
     "Progress",
     "Tokenizer",
+    "check_source",
     "list_models",
     "load",
     "models_folder",
@@ -36,6 +37,7 @@ _HOMES = {
     "Model": "model",
     "Progress": "sources",
     "Tokenizer": "tokenizer",
+    "check_source": "sources",
     "list_models": "sources",
     "load": "model",
     "models_folder": "sources",

@@ -44,6 +44,7 @@ __all__ = [
     "Builtin",
     "ModelListing",
     "Progress",
+    "check_source",
     "list_models",
     "models_folder",
     "pull",
@@ -199,6 +200,16 @@ def resolve(source: str | Path, progress: ProgressCallback | None = None) -> Pat
         if os.sep in source or source.endswith((".gguf", ".safetensors")):
             return _existing(Path(source))
         raise _unknown(source)
+
+
+def check_source(source: str) -> None:
+    """Whether there is such a model, as far as that is known without fetching anything.
+
+    Raises:
+        ModelError: as `resolve`.
+    """
+    if not source.startswith("hf:") and source.lower() not in BUILTINS:
+        resolve(source)
 
 
 def pull(source: str | Path, *, progress: ProgressCallback | None = None) -> Path:

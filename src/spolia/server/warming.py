@@ -17,6 +17,8 @@ __all__ = ["read_prompts", "warm_up"]
 
 logger = logging.getLogger("spolia.server")
 
+_FORM = '{"prompt": "..."} or {"messages": [...]}'
+
 
 def read_prompts(path: Path) -> list[WarmRequest]:
     """A file's prompts: a JSON object a line, as `/v1/cache/warm` takes it. One without `model` is for every model.
@@ -26,8 +28,12 @@ def read_prompts(path: Path) -> list[WarmRequest]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path} cannot be read: {error}", param="warm") from None
+    except OSError as error:
+        raise InvalidRequest(
+            f"--warm {path} cannot be read: {error.strerror}; name a file with {_FORM} a line", param="warm"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"--warm {path} is no text: {error}; it must have {_FORM} a line", param="warm") from None
     prompts = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -35,9 +41,14 @@ def read_prompts(path: Path) -> list[WarmRequest]:
         try:
             asked = msgspec.json.decode(line, type=WarmRequest)
         except msgspec.DecodeError as error:
-            raise InvalidRequest(f"{path}, line {number} is no prompt to warm: {error}", param="warm") from None
+            raise InvalidRequest(
+                f"--warm {path}, line {number}, {line[:40]!r}, is no prompt to warm: {error}; write {_FORM} a line",
+                param="warm",
+            ) from None
         if (asked.prompt is None) == (asked.messages is None):
-            raise InvalidRequest(f"{path}, line {number} has not one of prompt and messages", param="warm")
+            raise InvalidRequest(
+                f"--warm {path}, line {number}, {line[:40]!r}, has not just one of prompt and messages", param="warm"
+            )
         prompts.append(asked)
     return prompts
 
