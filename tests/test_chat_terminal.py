@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import random
 import subprocess
@@ -12,7 +13,11 @@ from collections.abc import Iterator
 import pytest
 
 from server.harness import scripted_engine, serving
+from spolia.cli.chat import run_remote
+from spolia.cli.flags import EngineFlags, SamplingFlags
 from spolia.cli.markdown import MarkdownStream
+from spolia.cli.partner import RemotePartner
+from spolia.errors import SpoliaError
 
 SCRIPT = {
     "user: hello": "Hello! How are you?",
@@ -74,7 +79,7 @@ def test_a_servers_model_is_talked_to_forked_rewound_and_explained(url: str):
     assert f"scripted at {url}/v1" in said
     assert "22 tokens in, 0 reused · 20 out" in said
     assert "back before: a story" in said
-    assert "  main: 1 exchanges\n* other: 1 exchanges" in said
+    assert "  main: 1 exchange\n* other: 1 exchange\n" in said
     assert "tokens 0 to " in said
     assert "reuse ended at token" in said
     assert "cached █" in said
@@ -107,3 +112,29 @@ def test_a_terminal_gets_styles(url: str):
         pass
     os.close(master)
     assert shown.decode().replace("\r\n", "\n") == SHOWN + "\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_conversation_goes_on_after_its_server_was_away(url: str, monkeypatch: pytest.MonkeyPatch, capsys):
+    there, num_calls = RemotePartner.answer, 0
+
+    def answer(self, messages):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise SpoliaError("away; is `spolia serve` running there?")
+        return there(self, messages)
+
+    monkeypatch.setattr(RemotePartner, "answer", answer)
+    monkeypatch.setattr(sys, "stdin", Terminal("hello\na story\n/nothing\n/fork other\na story\n/sessions\n/quit\n"))
+    run_remote(url, model=None, key=None, system=None, sampling=SamplingFlags(temperature=0), engine=EngineFlags())
+    out, said = capsys.readouterr()
+    assert "away; is `spolia serve` running there?" in said
+    assert "there is no command /nothing" in said
+    assert "x = 2 ** 3" in out
+    assert "other> " in out
+    assert "  main: 1 exchange\n* other: 2 exchanges" in said

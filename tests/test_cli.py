@@ -255,7 +255,7 @@ What is my name?
     said = result.stderr
     assert "now in other" in said
     assert "back before: What is my name?" in said
-    assert "* main: 1 exchanges\n  other: 1 exchanges" in said
+    assert "* main: 1 exchange\n  other: 1 exchange\n" in said
     assert "cached █" in said
     figures = [(int(a), int(b)) for a, b in re.findall(r"\[(\d+) tokens in, (\d+) reused", said)]
     assert figures[1][0] == figures[2][0] == figures[2][1] + 1  # the fork's question was asked before, in another talk

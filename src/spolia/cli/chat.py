@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 
 from spolia.cli.flags import CHAT_DEFAULTS, EngineFlags, SamplingFlags
 from spolia.cli.markdown import MarkdownStream
@@ -10,7 +11,7 @@ from spolia.cli.models import fetch
 from spolia.cli.partner import LocalPartner, Partner, RemotePartner
 from spolia.cli.talk import Messages, Talk
 from spolia.engine import LLM
-from spolia.errors import InvalidRequest
+from spolia.errors import InvalidRequest, SpoliaError
 
 __all__ = ["run", "run_remote"]
 
@@ -46,7 +47,8 @@ def run_remote(
     """
     if engine != EngineFlags():
         raise InvalidRequest("flags of the cache and the engine are the server's own; give them to `spolia serve`")
-    _talk(RemotePartner(url, model, key, sampling.body(**CHAT_DEFAULTS)), system)
+    with closing(RemotePartner(url, model, key, sampling.body(**CHAT_DEFAULTS))) as partner:
+        _talk(partner, system)
 
 
 def _talk(partner: Partner, system: str | None) -> None:
@@ -57,7 +59,7 @@ def _talk(partner: Partner, system: str | None) -> None:
             return
         try:
             conversation.take(line)
-        except InvalidRequest as error:  # a context that is full, say: whoever sits here can go on from before
+        except SpoliaError as error:  # a full context, a server that restarts: whoever sits here can go on from before
             if not sys.stdin.isatty():
                 raise
             _say(str(error))

@@ -158,6 +158,9 @@ class RemotePartner:
         groups = self._get("/v1/cache/live", model=self._model)["groups"]
         return cache_bar([Ledger(each["free"], each["cached"], each["leased"], each["total"]) for each in groups])
 
+    def close(self) -> None:
+        self._http.close()
+
     def _take(self, event: dict[str, Any]) -> Iterator[str]:
         if "error" in event:
             raise SpoliaError(event["error"]["message"])

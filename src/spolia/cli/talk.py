@@ -81,9 +81,10 @@ class Talk:
 
     def listing(self) -> str:
         """A line each, the open one marked."""
+        counts = {name: (len(messages) - len(self._opening)) // 2 for name, messages in self._by_name.items()}
         return "\n".join(
-            f"{'*' if name == self.name else ' '} {name}: {(len(messages) - len(self._opening)) // 2} exchanges"
-            for name, messages in self._by_name.items()
+            f"{'*' if name == self.name else ' '} {name}: {count} exchange{'' if count == 1 else 's'}"
+            for name, count in counts.items()
         )
 
 
