@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +207,101 @@ def test_keys_may_use_it_only_if_they_say_so(settings: Path, tmp_path: Path):
                 httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code == status
             )
     asyncio.run(engine.aclose())
+
+
+HTTP_SERVER = """
+import sys
+import uvicorn
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("city")
+
+@server.tool()
+def temperature(city: str) -> str:
+    return f"{len(city)} degrees in {city}"
+
+inner = server.sse_app() if sys.argv[1] == "sse" else server.streamable_http_app()
+
+async def app(scope, receive, send):
+    if scope["type"] == "http" and (b"authorization", b"Bearer secret") not in scope["headers"]:
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+    else:
+        await inner(scope, receive, send)
+
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]))
+"""
+
+
+@contextmanager
+def city_at(kind: str, port: int = 0) -> Iterator[int]:
+    """The port of a server that speaks HTTP."""
+    command = [sys.executable, "-c", HTTP_SERVER, kind, str(port)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            yield next(int(found[1]) for line in process.stderr if (found := re.search(r"127\.0\.0\.1:(\d+)", line)))
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(("kind", "path"), [("http", "mcp"), ("sse", "sse")])
+def test_a_server_at_an_address_is_called_with_headers_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, path: str
+):
+    monkeypatch.setenv("CITY_TOKEN", "secret")
+    engine = scripted_engine(Script(SCRIPT), num_blocks=512, max_context=4096)
+    with city_at(kind) as port:
+        at = {"url": f"http://127.0.0.1:{port}/{path}", "type": kind}
+        right = {**at, "headers": {"Authorization": "Bearer ${CITY_TOKEN}"}}
+        (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"city": right, "keyless": at}}))
+        with serving({"scripted": engine}, ServerConfig(mcp=tmp_path / "mcp.json")) as url:
+            for _ in range(2):  # the second over what the first has opened
+                message = message_of(chat(url, "rome"))
+                assert message["content"] == "It is 4 degrees."
+                assert message["mcp_calls"][0]["result"] == "4 degrees in Rome"
+            refused = chat(url, "rome", mcp=["keyless"])
+            assert refused.status_code == 503
+            assert "the MCP server keyless cannot be used" in refused.text
+    asyncio.run(engine.aclose())
+
+
+def test_a_server_that_was_started_again_is_reached_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CITY_TOKEN", "secret")
+    engine = scripted_engine(Script(SCRIPT), num_blocks=512, max_context=4096)
+    with ExitStack() as stack:
+        first = ExitStack()
+        port = first.enter_context(city_at("http"))
+        city = {"url": f"http://127.0.0.1:{port}/mcp", "headers": {"Authorization": "Bearer ${CITY_TOKEN}"}}
+        (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"city": city}}))
+        url = stack.enter_context(serving({"scripted": engine}, ServerConfig(mcp=tmp_path / "mcp.json")))
+        with first:
+            assert message_of(chat(url, "rome"))["content"] == "It is 4 degrees."
+        stack.enter_context(city_at("http", port))
+        assert message_of(chat(url, "rome"))["mcp_calls"][0]["is_error"]  # the session is gone, the model is told
+        assert message_of(chat(url, "rome"))["content"] == "It is 4 degrees."
+    asyncio.run(engine.aclose())
+
+
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [
+        ({}, "needs either a command or a url"),
+        ({"command": "x", "url": "http://x"}, "needs either a command or a url"),
+        ({"url": "x"}, "must begin with http"),
+        ({"url": "http://x", "type": "stdio"}, "with a url http or sse"),
+        ({"command": "x", "type": "sse"}, "with a command it is stdio"),
+        (
+            {"url": "http://x", "headers": {"A": "${NOBODY_SET_THIS}"}},
+            "NOBODY_SET_THIS.*not in the environment; set it",
+        ),
+        ({"command": "x", "timeout": 0}, "timeout of 0"),
+    ],
+)
+def test_what_is_wrong_with_a_server_is_told(tmp_path: Path, server: dict[str, Any], words: str):
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"a": server}}))
+    with pytest.raises(InvalidRequest, match=f"server 'a' .*{words}"):
+        read_mcp_file(tmp_path / "mcp.json")
 
 
 @pytest.mark.parametrize(

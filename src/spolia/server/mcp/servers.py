@@ -1,4 +1,4 @@
-"""MCP servers as processes beside this one: started by the first request that wants them, kept until the end."""
+"""MCP servers, processes beside this one or at an address: opened by the first request that wants them, kept open."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ class McpServers:
 
 
 class _Server:
-    """One process. Its session is opened and closed by one task, as the SDK wants it."""
+    """One of them. Its session is opened and closed by one task, as the SDK wants it."""
 
     def __init__(self, name: str, settings: McpSettings) -> None:
         self._name = name
@@ -119,7 +119,9 @@ class _Server:
         except TimeoutError:
             return f"{name} took longer than {timeout_s:g} s", True
         except Exception as error:  # the SDK's, the transport's, or the server's own: all the same to the model
-            if self._task is not None and self._task.done():
+            if self._settings.url is not None:  # it may know the session no more: the next request opens another
+                self._closing.set()
+            if self._settings.url is not None or (self._task is not None and self._task.done()):
                 self._session = None
             return f"{name} failed: {type(error).__name__}: {error}", True
         return _text_of(result), bool(result.is_error)
@@ -143,13 +145,9 @@ class _Server:
 
     async def _run(self, ready: asyncio.Future[None]) -> None:
         try:
-            from mcp import ClientSession, StdioServerParameters, stdio_client
+            from mcp import ClientSession
 
-            settings = self._settings
-            parameters = StdioServerParameters(
-                command=settings.command, args=list(settings.args), env=dict(settings.env) or None
-            )
-            async with stdio_client(parameters) as (read, write), ClientSession(read, write) as session:
+            async with _transport(self._settings) as (read, write), ClientSession(read, write) as session:
                 await session.initialize()
                 listed = await session.list_tools()
                 self._tools = [
@@ -164,7 +162,37 @@ class _Server:
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
-            self._session = None
+            if self._task is asyncio.current_task():  # and not one that was opened since
+                self._session = None
+
+
+@contextlib.asynccontextmanager
+async def _transport(settings: McpSettings) -> AsyncIterator[Any]:
+    """The two streams that a session reads and writes."""
+    if settings.url is None:
+        from mcp import StdioServerParameters, stdio_client
+
+        parameters = StdioServerParameters(
+            command=settings.command or "", args=list(settings.args), env=dict(settings.env) or None
+        )
+        async with stdio_client(parameters) as streams:
+            yield streams
+    elif settings.type == "sse":
+        from mcp.client.sse import sse_client
+
+        async with sse_client(settings.url, headers=dict(settings.headers)) as streams:
+            yield streams
+    else:
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        # A call ends when its own time is over; what waits between calls may wait as long as it likes.
+        timeout = httpx2.Timeout(_START_S, read=None)
+        async with (
+            httpx2.AsyncClient(headers=dict(settings.headers), timeout=timeout) as http,
+            streamable_http_client(settings.url, http_client=http) as streams,
+        ):
+            yield streams
 
 
 def _fail(ready: asyncio.Future[None], error: BaseException) -> None:
