@@ -15,7 +15,8 @@ from engine.toy import answer, toy_engine, toy_logits
 from spolia.engine import SamplingParams
 from spolia.generation import History
 from spolia.generation.processors import Logits
-from spolia.server.sampling import _ALIASES, SamplingFields
+from spolia.server.sampling import _ALIASES
+from spolia.server.schema import CompletionRequest
 
 from .harness import chatty_engine, metric, serving
 
@@ -135,8 +136,13 @@ ODD = st.one_of(
 )
 
 
+# All that says how an answer is made, whatever is added: of the schema's fields, only those that say what to answer, to
+# whom, and at what length are left out.
+FUZZED = sorted({*CompletionRequest.__struct_fields__} - {"model", "prompt", "stream", "resumable", "max_tokens"})
+
+
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-@given(st.dictionaries(st.sampled_from(SamplingFields.__struct_fields__), ODD, min_size=1, max_size=3))
+@given(st.dictionaries(st.sampled_from(FUZZED), ODD, min_size=1, max_size=3))
 def test_whatever_a_field_holds_the_answer_is_200_or_a_400_that_names_it(toy_url, fields):
     # `max_time` and lengths are bounded elsewhere; what is asked here is that no value breaks the server.
     reply = complete(toy_url, **{"max_tokens": 3, **fields})
@@ -180,4 +186,18 @@ def test_decisions_are_explained_on_request(toy_url):
     assert (model["name"], bias["name"]) == ("model", "logit_bias")
     assert bias["top"][0]["token"] == "A"
     assert bias["top"][0]["probability"] > 0.99 > model["top"][0]["probability"]
+    assert {token["chosen"] for token in tokens} == {"greedy"}
+    assert "form" not in bias
     assert "tokens" not in complete(toy_url, explain=True).json()["spolia"]["choices"][0]
+
+
+def test_the_place_in_the_form_is_explained(toy_url):
+    """After "ab" the answer may end; "cd" has a second half that no choice is left about."""
+    reply = complete(toy_url, explain=True, explain_candidates=2, guided_regex="ab(x|cd)?", seed=1, max_tokens=8)
+    tokens = reply.json()["spolia"]["choices"][0]["tokens"]
+    assert {token["chosen"] for token in tokens} == {"sampled"}
+    forms = [token["stages"][1]["form"] for token in tokens]
+    assert [token["stages"][1]["name"] for token in tokens] == ["structured_outputs"] * len(tokens)
+    assert forms[0]["may_end"] is False
+    assert forms[0]["num_forced"] > 0
+    assert forms[2] == {"may_end": True, "num_forced": 0}

@@ -13,7 +13,19 @@ import numpy as np
 
 from spolia.generation.processors.candidates import Candidates, Scratch, Softmax, largest
 
-__all__ = ["DecisionLog", "Stage"]
+__all__ = ["DecisionLog", "FormState", "Stage"]
+
+
+class FormState(NamedTuple):
+    """Where an answer is in the form that it must have.
+
+    Attributes:
+        may_end: it has the form already.
+        num_forced: tokens that must follow now, whatever the model says.
+    """
+
+    may_end: bool
+    num_forced: int
 
 
 class Stage(NamedTuple):
@@ -23,11 +35,13 @@ class Stage(NamedTuple):
         name: "model", or what has just been applied, by the name of its parameter.
         num_left: tokens that may still be drawn.
         top: (id, probability) among those that are left, likeliest first.
+        form: of the stage that holds the answer to its form, before the token; None of others.
     """
 
     name: str
     num_left: int
     top: tuple[tuple[int, float], ...]
+    form: FormState | None = None
 
 
 class DecisionLog:
@@ -46,7 +60,7 @@ class DecisionLog:
     def decisions(self) -> tuple[tuple[Stage, ...], ...]:
         return tuple(map(tuple, self._decisions))
 
-    def note(self, name: str, candidates: Candidates) -> None:
+    def note(self, name: str, candidates: Candidates, form: FormState | None = None) -> None:
         """After a stage, or, as "model", before the first one of a token."""
         if name == "model":
             self._decisions.append([])
@@ -60,4 +74,4 @@ class DecisionLog:
                 (int(index if ids is None else ids[index]), float(softmax.weights[index]) / softmax.total)
                 for index in best
             ]
-        self._decisions[-1].append(Stage(name, len(scores), tuple(top)))
+        self._decisions[-1].append(Stage(name, len(scores), tuple(top), form))

@@ -329,7 +329,8 @@ class Pipeline:
             for name, processor in self._processors:
                 processor.process(logits, rows)
                 if self.log is not None:
-                    self.log.note(name, Candidates.of(logits[0]))
+                    form = self._form.state() if self._form is not None and processor is self._form else None
+                    self.log.note(name, Candidates.of(logits[0]), form)
         except Exception as error:  # a user's processor; what it did to this row is nobody else's concern
             logits[:] = -np.inf
             self.trouble = f"{type(processor).__name__} failed: {type(error).__name__}: {error}"

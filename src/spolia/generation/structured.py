@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.errors import InvalidRequest
+from spolia.generation.decisions import FormState
 from spolia.generation.history import History
 from spolia.generation.processors.base import Logits
 
@@ -137,6 +138,11 @@ class GrammarMask:
         self._num_seen = history.num_tokens
         self.is_complete = self._matcher.is_stopped() and not self._matcher.is_error()
         self._next = self._pool.submit(self._forbidden)
+
+    def state(self) -> FormState:
+        """Where the answer is in the form."""
+        num_forced = len(self.forced_ids())  # waits
+        return FormState(self._matcher.is_accepting(), num_forced)
 
     def note_dropped(self, num_tokens: int) -> None:
         """The history has lost so many tokens that the matcher knows, and goes on."""

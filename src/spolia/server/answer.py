@@ -247,21 +247,24 @@ class Answer:
         """What `"explain": true` adds: per choice, what was reused and why not more, and where the time went."""
         return {"choices": [self._explain(choice) for choice in sorted(self.outputs)]}
 
-    def _decisions(self, output: RequestOutput) -> dict[str, Any]:
+    def _decisions(self, choice: int, output: RequestOutput) -> dict[str, Any]:
         """How each token came about, if `explain_candidates` asked for it."""
         if output.decisions is None:
             return {}
         text = self._engine.model.tokenizer.token_text
+        chosen = "greedy" if self._streams[choice].request.params.is_greedy else "sampled"
         tokens = [
             {
                 "token_id": token_id,
                 "token": text(token_id),
+                "chosen": chosen,
                 "drafted": output.foreseen.get(index),
                 "stages": [
                     {
                         "name": stage.name,
                         "num_left": stage.num_left,
                         "top": [{"token_id": id_, "token": text(id_), "probability": p} for id_, p in stage.top],
+                        **({} if stage.form is None else {"form": stage.form._asdict()}),
                     }
                     for stage in stages
                 ],
@@ -280,7 +283,7 @@ class Answer:
         return {
             "index": choice,
             **self._explained[choice].facts,
-            **self._decisions(output),
+            **self._decisions(choice, output),
             "seed": output.seed,
             "timings": {
                 "restore_s": timings.restore_s,
