@@ -1,14 +1,17 @@
-"""What KV in fewer bits costs: perplexity and KL of text that follows a context which a tier kept in 8 or 4 bits.
+"""What KV in fewer bits costs: perplexity and KL of text, token by token beside the same text over KV as it was.
 
-Each of `--windows` pieces of Python's manual and of the source of its library is cut in two. The first part's KV is
-computed, then goes through the product's own codec block by block, as through a tier; the second part is computed over
-it, and scored, beside the same part over KV as it was. So all of the context is rounded, and what is scored is not.
+Pieces of Python's manual and of the source of its library are cut in two: a context, and what is scored after it.
 
-A perplexity's change has a standard error, which is printed with it: with the CPU's kernels, which round activations to
-8 bits, any change at all, however small, moves single tokens by some per cent. `--backend reference` does not round and
-so sees smaller effects; it is slow.
+    offload int8, int4   the context's KV goes through the product's own codec block by block, as through a tier, and
+                         the rest is computed over it: what a restored prefix costs
+    pool int8            all KV, of the context and of what is scored, is kept by the pool in int8 (--kv-dtype int8)
 
-    python benchmarks/kv_quality.py smollm2 qwen2.5-coder:0.5b --backend reference
+A change is a paired one: each token's loss less the same token's over bf16 KV, which differs far less from token to
+token than a loss does. Its 95 % interval is of the means of runs of 32 tokens. Products are computed from the model's
+own weights, widened to float32: with the quantised ones, activations are rounded to 8 bits, and then any change at all,
+however small, moves single tokens by some per cent, at random. `--as-served` does that.
+
+    python benchmarks/kv_quality.py smollm2 qwen2.5-coder:0.5b
 """
 
 from __future__ import annotations
@@ -18,17 +21,39 @@ import inspect
 import json
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pydoc_data.topics import topics
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
 
 from spolia.engine.memory import default_num_threads
-from spolia.kernels import BLOCK_SIZE, Executable, KvCodec, Program, StepInputs, allocate_pool, get_backend
+from spolia.kernels import (
+    BLOCK_SIZE,
+    Executable,
+    KvCodec,
+    KvDtype,
+    Linear,
+    Logits,
+    Program,
+    StepInputs,
+    Weight,
+    allocate_pool,
+    get_backend,
+    quants,
+)
 from spolia.models import load, pull
 
 CHUNK = 256
+RUN = 32
+ARMS: dict[str, tuple[KvDtype, str | None]] = {  # how the pool keeps KV, and the context's way through a tier
+    "exact": ("bf16", None),
+    "offload int8": ("bf16", "int8"),
+    "offload int4": ("bf16", "int4"),
+    "pool int8": ("int8", None),
+}
 
 
 @dataclass
@@ -42,33 +67,43 @@ class Arm:
 class Window:
     """One text in blocks of its own."""
 
-    def __init__(self, executable: Executable, program: Program, token_ids: NDArray[np.int32]) -> None:
+    def __init__(
+        self, executable: Executable, program: Program, token_ids: NDArray[np.int32], kv_dtype: KvDtype
+    ) -> None:
         self.token_ids = token_ids
+        executable.set_kv_dtype(kv_dtype)
         self._executable = executable
         num_blocks = -(-len(token_ids) // BLOCK_SIZE)
         self.pools = [allocate_pool(num_blocks, executable.block_bytes(g)) for g in range(len(program.cache_groups))]
         executable.bind_kv(self.pools)
 
-    def run(self, start: int, stop: int) -> NDArray[np.float64]:
-        """Compute tokens [start, stop); log-probabilities of what follows each, float64 `[tokens, vocab]`."""
-        blocks = np.arange(self.pools[0].shape[0], dtype=np.int32)[None]
-        found = []
-        for begin in range(start, stop, CHUNK):
-            end = min(begin + CHUNK, stop)
-            positions = np.arange(begin, end, dtype=np.int32)
-            step = StepInputs(
-                token_ids=self.token_ids[begin:end],
-                positions=positions,
-                row_starts=np.array([0, end - begin], np.int32),
-                block_tables=tuple(blocks for _ in self.pools),
-                logit_rows=positions - begin,
-            )
+    def fill(self, stop: int) -> None:
+        """Compute the first tokens."""
+        for begin in range(0, stop, CHUNK):
+            self._step(begin, min(begin + CHUNK, stop), None)
+
+    def score(self, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Compute tokens [start, stop); for each part, where it begins and log-probabilities of what follows each of
+        its tokens, `[tokens, vocab]`."""
+        for begin in range(start, stop, RUN):
+            end = min(begin + RUN, stop)
             logits = np.empty((end - begin, self._executable.vocab_size), np.float32)
-            self._executable.run(step, logits)
-            wide = logits.astype(np.float64)
-            wide -= wide.max(-1, keepdims=True)
-            found.append(wide - np.log(np.exp(wide).sum(-1, keepdims=True)))
-        return np.concatenate(found)
+            self._step(begin, end, logits)
+            logits -= logits.max(-1, keepdims=True)
+            logits -= np.log(np.exp(logits).sum(-1, dtype=np.float64, keepdims=True)).astype(np.float32)
+            yield begin, logits
+
+    def _step(self, begin: int, end: int, logits: NDArray[np.float32] | None) -> None:
+        blocks = np.arange(self.pools[0].shape[0], dtype=np.int32)[None]
+        positions = np.arange(begin, end, dtype=np.int32)
+        step = StepInputs(
+            token_ids=self.token_ids[begin:end],
+            positions=positions,
+            row_starts=np.array([0, end - begin], np.int32),
+            block_tables=tuple(blocks for _ in self.pools),
+            logit_rows=positions - begin,
+        )
+        self._executable.run(step, logits)
 
 
 def texts(num_windows: int) -> Iterator[str]:
@@ -81,44 +116,73 @@ def texts(num_windows: int) -> Iterator[str]:
         yield text[begin : begin + 12_000]
 
 
+def widened(program: Program) -> Program:
+    """The same program with its matrices in float32."""
+    known: dict[int, Weight] = {}
+
+    def wide(weight: Weight) -> Weight:
+        if id(weight) not in known:
+            known[id(weight)] = quants.quantize(quants.dequantize(weight), "F32", weight.name)
+        return known[id(weight)]
+
+    ops = tuple(replace(op, weight=wide(op.weight)) if isinstance(op, Linear | Logits) else op for op in program.ops)
+    return replace(program, ops=ops)
+
+
 def measure(model_name: str, args: argparse.Namespace) -> None:
     model = load(pull(model_name))
-    program = model.program
-    executable = get_backend(args.backend)(program, kv_dtype="bf16", num_threads=default_num_threads())
+    program = model.program if args.as_served else widened(model.program)
+    executable = get_backend("cpu")(program, kv_dtype="bf16", num_threads=default_num_threads())
     codecs = {kind: KvCodec(program, executable, kind) for kind in ("int8", "int4")}
-    arms = {kind: Arm() for kind in ("exact", *codecs)}
-    for text in texts(args.windows):
-        ids = np.array(model.tokenizer.encode(text)[: args.context + args.scored + 1], np.int32)
-        window = Window(executable, program, ids)
-        window.run(0, args.context)
-        before = [pool.copy() for pool in window.pools]
-        stop, targets = len(ids) - 1, ids[args.context + 1 :, None]
-        expected = None
-        for kind, arm in arms.items():
-            for group, (pool, blocks) in enumerate(zip(window.pools, before, strict=True)):
-                pool[:] = blocks
-                for block in pool[: args.context // BLOCK_SIZE] if kind != "exact" else ():
-                    payload = codecs[kind].encode(group, block)
-                    assert payload is not None
-                    codecs[kind].decode(group, payload, block)
-            found = window.run(args.context, stop)
-            expected = found if expected is None else expected
-            arm.losses.append(-np.take_along_axis(found, targets, axis=1)[:, 0])
-            arm.divergences.append((np.exp(expected) * (expected - found)).sum(-1))
-    block_bytes = sum(executable.block_bytes(group) for group in range(len(program.cache_groups)))
-    exact = np.concatenate(arms["exact"].losses)
-    for kind, arm in arms.items():
+    arms = {name: Arm() for name in ARMS}
+    bytes_a_block = {}
+    groups = range(len(program.cache_groups))
+    pieces = [
+        np.array(model.tokenizer.encode(text)[: args.context + args.scored + 1], np.int32)
+        for text in texts(args.windows)
+    ]
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(model_name, total=len(pieces) * len(ARMS))
+        for ids in pieces:
+            expected: list[NDArray[np.float32]] = []
+            before: list[NDArray[np.uint8]] = []
+            for name, (kv_dtype, kind) in ARMS.items():
+                window = Window(executable, program, ids, kv_dtype)
+                bytes_a_block[name] = sum(map(executable.block_bytes, groups))
+                if before and kv_dtype == "bf16":
+                    for pool, blocks in zip(window.pools, before, strict=True):
+                        pool[:] = blocks
+                else:
+                    window.fill(args.context)
+                    before = before or [pool.copy() for pool in window.pools]
+                if kind is not None:
+                    bytes_a_block[name] = sum(map(codecs[kind].payload_bytes, groups))
+                    for group, pool in enumerate(window.pools):
+                        for block in pool[: args.context // BLOCK_SIZE]:
+                            payload = codecs[kind].encode(group, block)
+                            assert payload is not None
+                            codecs[kind].decode(group, payload, block)
+                for part, (begin, found) in enumerate(window.score(args.context, len(ids) - 1)):
+                    if name == "exact":
+                        expected.append(found)
+                    targets = ids[begin + 1 : begin + 1 + len(found), None]
+                    arms[name].losses.append(-np.take_along_axis(found, targets, axis=1)[:, 0].astype(np.float64))
+                    wanted = expected[part]
+                    arms[name].divergences.append((np.exp(wanted) * (wanted - found)).sum(-1, dtype=np.float64))
+                bar.advance(task)
+    for name, arm in arms.items():
         losses = np.concatenate(arm.losses)
-        kept_bytes = block_bytes if kind == "exact" else sum(map(codecs[kind].payload_bytes, range(len(before))))
+        changes = [ours - exact for ours, exact in zip(arm.losses, arms["exact"].losses, strict=True)]
+        means = np.array([change.mean() for change in changes if len(change) == RUN])
+        margin = 1.96 * means.std(ddof=1) / np.sqrt(len(means))
         figures = {
             "model": model_name,
-            "backend": args.backend,
-            "kv": kind,
+            "kv": name,
             "tokens": len(losses),
-            "bytes_saved": round(block_bytes / kept_bytes, 2),
+            "bytes_saved": round(bytes_a_block["exact"] / bytes_a_block[name], 2),
             "perplexity": round(float(np.exp(losses.mean())), 4),
-            "change_percent": round(100 * float(np.expm1((losses - exact).mean())), 3),
-            "standard_error_percent": round(100 * float((losses - exact).std() / np.sqrt(len(losses))), 3),
+            "change_percent": round(100 * float(np.expm1(means.mean())), 4),
+            "interval_percent": [round(100 * float(np.expm1(means.mean() + side * margin)), 4) for side in (-1, 1)],
             "kl": float(f"{np.concatenate(arm.divergences).mean():.2e}"),
         }
         print(json.dumps(figures), flush=True)
@@ -127,10 +191,10 @@ def measure(model_name: str, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+")
-    parser.add_argument("--backend", default="cpu", choices=["cpu", "reference"])
+    parser.add_argument("--as-served", action="store_true", help="with the model's quantised weights")
     parser.add_argument("--windows", type=int, default=8, help="texts (8)")
-    parser.add_argument("--context", type=int, default=512, help="tokens of each whose KV is rounded (512)")
-    parser.add_argument("--scored", type=int, default=256, help="tokens after them that are scored (256)")
+    parser.add_argument("--context", type=int, default=256, help="tokens of each before those that are scored (256)")
+    parser.add_argument("--scored", type=int, default=256, help="tokens of each that are scored (256)")
     args = parser.parse_args()
     for model in args.models:
         measure(model, args)

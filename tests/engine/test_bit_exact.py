@@ -45,6 +45,7 @@ VARIANTS: dict[str, tuple[str, KvDtype, tuple[int | None, ...]]] = {
     "full attention": ("Q4_1", "bf16", (None, None)),
     "windows and full": ("Q8_0", "f16", (20, None, 20)),
     "windows only": ("BF16", "f32", (37, 37)),
+    "int8": ("Q8_0", "int8", (None, 20)),
 }
 
 

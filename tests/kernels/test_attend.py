@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from spolia.kernels.cpu import _cpu
 
 LEVELS = _cpu.levels()
-KV_TYPES = {"f32": 0, "f16": 1, "bf16": 2}
+KV_TYPES = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3}
 BLOCK = 16
 LAYER_GAP = 192
 """Bytes before and after the layer under test inside each block: other layers' memory."""
@@ -110,8 +110,34 @@ def prefill(layer: Layer, tokens: Tokens, cuts: Iterable[int] = (), pool: NDArra
     return np.concatenate([step(layer, pool, [(tokens, a, b)])[0] for a, b in itertools.pairwise(edges)])
 
 
-def round_to(kv_dtype: str, x: Array) -> NDArray[np.float64]:
+def rotate(x: Array) -> Array:
+    """Each row times a Hadamard matrix over its last power of two, in float32, in the order of a fast transform."""
+    rows, n = x.shape
+    size, half = n & -n, 1
+    y = x.reshape(rows, -1, size)
+    while half < size:
+        pairs = y.reshape(rows, -1, 2, half)
+        y = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
+        half *= 2
+    return y.reshape(rows, n) * (np.float32(1) / np.sqrt(np.float32(size)))
+
+
+def round_to_int8(x: Array, head_dim: int) -> NDArray[np.float64]:
+    """Each head of each token rotated, to 255 multiples of its largest magnitude / 127, and turned back."""
+    turned = rotate(x.reshape(-1, head_dim))
+    scales = round_to("bf16", np.abs(turned).max(-1, keepdims=True) / np.float32(127)).astype(np.float32)
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
+    integers = np.rint(np.clip(turned * inverse, -127, 127))
+    size = head_dim & -head_dim
+    signs = [[(-1) ** (i & j).bit_count() for i in range(size)] for j in range(size)]
+    matrix = np.kron(np.eye(head_dim // size), np.array(signs) / np.sqrt(size))
+    return ((integers * scales).astype(np.float64) @ matrix).reshape(x.shape)
+
+
+def round_to(kv_dtype: str, x: Array, head_dim: int = 256) -> NDArray[np.float64]:
     """To nearest, ties to even."""
+    if kv_dtype == "int8":
+        return round_to_int8(x, head_dim)
     if kv_dtype == "f16":
         return np.clip(x, -65504, 65504).astype(np.float16).astype(np.float64)
     if kv_dtype == "bf16":
@@ -125,8 +151,8 @@ def oracle(layer: Layer, tokens: Tokens, start: int = 0) -> NDArray[np.float64]:
     """Attention of tokens [start, ...) in float64 over rounded K and V."""
     n, d, group = len(tokens), layer.head_dim, layer.num_heads // layer.num_kv_heads
     q = tokens.q[start:].astype(np.float64).reshape(n - start, layer.num_heads, d)
-    k = np.repeat(round_to(layer.kv_dtype, tokens.k).reshape(n, layer.num_kv_heads, d), group, axis=1)
-    v = np.repeat(round_to(layer.kv_dtype, tokens.v).reshape(n, layer.num_kv_heads, d), group, axis=1)
+    k = np.repeat(round_to(layer.kv_dtype, tokens.k, d).reshape(n, layer.num_kv_heads, d), group, axis=1)
+    v = np.repeat(round_to(layer.kv_dtype, tokens.v, d).reshape(n, layer.num_kv_heads, d), group, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k, optimize=True) * layer.scale
     if layer.softcap:
         scores = layer.softcap * np.tanh(scores / layer.softcap)
@@ -141,9 +167,9 @@ def oracle(layer: Layer, tokens: Tokens, start: int = 0) -> NDArray[np.float64]:
 def tolerance(layer: Layer) -> float:
     """Largest error allowed of outputs whose values have unit variance.
 
-    With bf16 KV, AVX-512 rounds q and the weights to bf16 as well (vdpbf16ps); everything else is float32 throughout.
+    With bf16 and int8 KV, AVX-512 rounds q and the weights to bf16 too (vdpbf16ps); all else is float32 throughout.
     """
-    return 2.5e-2 if (layer.level, layer.kv_dtype) == ("avx512_bf16", "bf16") else 2e-5
+    return 2.5e-2 if layer.level == "avx512_bf16" and layer.kv_dtype in ("bf16", "int8") else 2e-5
 
 
 def assert_close(layer: Layer, out: Array, tokens: Tokens, start: int = 0) -> None:
@@ -375,4 +401,11 @@ def test_kv_is_rounded_to_nearest_even(level, kv_dtype):
     v[:8] = [0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 3e-8, 65519.0]
     v[8:10] = [65520.0, -1e30] if kv_dtype == "f16" else [1.0, 1.0]
     tokens = Tokens(np.zeros((1, 256), np.float32), np.zeros((1, 256), np.float32), v[None], np.zeros(1, np.int32))
-    np.testing.assert_array_equal(prefill(layer, tokens)[0], round_to(kv_dtype, v).astype(np.float32))
+    if kv_dtype != "int8":
+        np.testing.assert_array_equal(prefill(layer, tokens)[0], round_to(kv_dtype, v).astype(np.float32))
+        return
+    # There it is a sum over the head, whose last bits are its order's.
+    tokens.v[0] = rng.integers(-8, 8, 256)
+    expected = round_to(kv_dtype, tokens.v[0])
+    atol = np.abs(expected).max() * (2**-7 if level == "avx512_bf16" else 1e-6)
+    np.testing.assert_allclose(prefill(layer, tokens)[0], expected, atol=atol)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from spolia.kernels import BLOCK_SIZE, CacheLayer, Executable, KvCodec, KvDtype, Program, get_backend
-from spolia.kernels.kv_codec import hadamard
-from spolia.kernels.kv_types import to_float32, to_storage
+from spolia.kernels.kv_types import hadamard, to_float32, to_storage
 
 from .programs import PROGRAMS, Session, random_tokens
 
@@ -50,7 +49,7 @@ def written(backend: str, name: str, kv_dtype: KvDtype = "bf16") -> tuple[Execut
     return executable, program, session
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("kv_dtype", ["bf16", "f16", "f32", "int8"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_both_backends_find_the_same_kv_in_their_blocks(name, kv_dtype):
     """The CPU's layout is told from the oracle's: what attention wrote is read where it lies."""
@@ -67,7 +66,7 @@ def test_both_backends_find_the_same_kv_in_their_blocks(name, kv_dtype):
 
 
 @BACKENDS
-@pytest.mark.parametrize("kv_dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("kv_dtype", ["bf16", "f16", "f32", "int8"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_block_that_is_read_and_written_is_the_same_block(backend, name, kv_dtype):
     executable, _, session = written(backend, name, kv_dtype)

@@ -41,6 +41,7 @@ class Admission:
         max_sequences: lanes of the batch.
         namespace: the namespace of a cache salt.
         exact_namespace: that of requests which want exact KV; None: the same.
+        has_exact_kv: there is KV as it was computed: the device keeps it so.
         depth: of the model.
         processors: makers of logits processors, by the names that requests may use.
         vocabulary: what constraints on text are made from.
@@ -55,6 +56,7 @@ class Admission:
     namespace: Callable[[str], bytes]
     clock: Callable[[], float]
     exact_namespace: Callable[[str], bytes] | None = None
+    has_exact_kv: bool = True
     depth: Depth = Depth(0, has_tied_head=False)  # noqa: RUF009 - frozen
     processors: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     vocabulary: Vocabulary = field(init=False)
@@ -91,6 +93,12 @@ class Admission:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params is {params!r}; give SamplingParams(...)", param="params")
+        if params.exact_kv and not self.has_exact_kv:
+            raise InvalidRequest(
+                "exact_kv is true, and this engine keeps all KV in fewer bits (kv_dtype int8): leave exact_kv out, or "
+                "ask an engine whose kv_dtype is bf16, f16 or f32",
+                param="exact_kv",
+            )
         _check_salt(cache_salt)
         token_ids, num_truncated_tokens = self._fit(self._token_ids(prompt), params)
         healing = None

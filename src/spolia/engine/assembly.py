@@ -19,6 +19,7 @@ from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer
 from spolia.engine.draft_model import DraftModel, check_vocabularies
 from spolia.engine.drafter import make_drafter
+from spolia.engine.kv_gate import GATE_TEXT, check_kv_dtype
 from spolia.engine.memory import available_bytes, default_num_threads, split_blocks
 from spolia.engine.resizing import PoolSizes, fitting_tokens
 from spolia.engine.storage import build_cache, open_tiers
@@ -84,6 +85,10 @@ def build_engine(
     models = [model] if drafting is None else [model, drafting]
     executables = [_executable(each, config, num_threads) for each in models]
     executable = executables[0]
+    if config.kv_dtype == "int8":
+        check_kv_dtype(
+            executable, len(_groups(model)), model.tokenizer.encode(GATE_TEXT)[:max_context], config.kv_dtype
+        )
     windows = [group.window for each in models for group in each.program.cache_groups]
     block_bytes = [each.block_bytes(group) for each, m in zip(executables, models, strict=True) for group in _groups(m)]
     split = partial(
@@ -101,7 +106,10 @@ def build_engine(
     executable.bind_kv(pools)
     groups = [GroupSpec(len(pool), window) for pool, window in zip(pools, windows[:num_own], strict=True)]
     layout = f"{executable.numerics}/{config.kv_dtype}"
-    codec = None if config.kv_offload_dtype == "exact" else KvCodec(model.program, executable, config.kv_offload_dtype)
+    codec = None
+    if config.kv_offload_dtype != "exact" and config.kv_offload_dtype != config.kv_dtype:
+        # An int8 pool's blocks are in 8 bits as they are.
+        codec = KvCodec(model.program, executable, config.kv_offload_dtype)
     uses, config = open_tiers(config)
     cache, tiering = build_cache(
         groups,
@@ -169,6 +177,7 @@ def build_engine(
         namespace=lambda salt: namespace_key(**usual, salt=salt),
         exact_namespace=None if codec is None else lambda salt: namespace_key(**owner, salt=salt),
         clock=clock,
+        has_exact_kv=config.kv_dtype != "int8",
         depth=Depth(executable.num_layers, model.program.has_tied_head),
         processors={
             name: import_processor(path) for name, _, path in (entry.partition("=") for entry in config.processors)

@@ -21,7 +21,7 @@ from spolia.generation import BeamParams, BeamSearch, LogitsTap, Pipeline, Sampl
 __all__ = ["BeamRun"]
 
 _HOPELESS = -1e8  # beams below it are placeholders, or have ended
-_ASK = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, exact_kv=True)  # nothing tells of rounded KV
+_ASK = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 Ids = tuple[int, ...]
 
@@ -83,6 +83,7 @@ class BeamRun:
         self._search = BeamSearch(params, request.final_ids, seed=request.seed, has_ended=self._has_ended)
         self._log_probs = np.zeros((params.num_beams, admission.vocab_size), np.float32)
         self._final_ids = np.fromiter(request.final_ids, np.int32)
+        self._ask = replace(_ASK, exact_kv=admission.has_exact_kv)  # nothing tells of rounded KV
         self._alive: list[int] = []
         self._taps: list[LogitsTap] = []
         self._raw: dict[Ids, np.ndarray] = {}  # by beam: the model's own log-probabilities for its next token
@@ -100,7 +101,8 @@ class BeamRun:
         self._taps = [LogitsTap() for _ in self._alive]
         prompts = [self.prompt_token_ids + list(self._search.running[index].token_ids) for index in self._alive]
         return [
-            (prompt, replace(_ASK, logits_processors=(tap,))) for prompt, tap in zip(prompts, self._taps, strict=True)
+            (prompt, replace(self._ask, logits_processors=(tap,)))
+            for prompt, tap in zip(prompts, self._taps, strict=True)
         ]
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:

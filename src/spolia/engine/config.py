@@ -22,7 +22,8 @@ class EngineConfig:
     """Settings of one engine; None means measured at start.
 
     Attributes:
-        kv_dtype: how keys and values are kept: "bf16", "f16" or "f32".
+        kv_dtype: how keys and values are kept: "bf16", "f16", "f32", or in half the bytes "int8", which moves answers a
+            little. What it does to the model is measured at the start, and refused if it is much.
         kv_memory: bytes for all KV pools; None: a quarter of the memory that is available, and no more than
             `max_sequences` sequences of `max_context` tokens could fill.
         kv_policy: what goes first when the cache is full: a key of `kvcache.POLICIES`, or `package.module:Class`.

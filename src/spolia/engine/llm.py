@@ -221,7 +221,11 @@ class LLM:
         while not search.is_over:
             tap = LogitsTap()
             one = SamplingParams(
-                max_tokens=1, temperature=0.0, ignore_eos=True, exact_kv=True, logits_processors=(tap,)
+                max_tokens=1,
+                temperature=0.0,
+                ignore_eos=True,
+                exact_kv=admission.has_exact_kv,
+                logits_processors=(tap,),
             )
             self.generate(ids, one, cache_salt=cache_salt)
             candidates = search.propose(tap.log_probs)

@@ -128,7 +128,8 @@ class SamplingParams:
         speculation: let tokens be guessed ahead, if the engine does; changes no answer.
         prediction: text, or token ids, that much of the answer will be like: it is guessed from. Changes no answer.
         skip_special_tokens: leave special tokens, such as marks of tool calls in some models, out of the text.
-        exact_kv: use no KV that was kept in fewer bits, where the engine does that (`kv_offload_dtype`).
+        exact_kv: use no KV that was kept in fewer bits, where the engine does that (`kv_offload_dtype`); refused
+            where it has no other (`kv_dtype` int8).
 
         repetition_penalty: tokens of prompt and answer have their logits divided by it (multiplied if negative).
         presence_penalty: subtracted from the logit of each token that the answer has.

@@ -17,15 +17,15 @@ Source: Ashkboos et al. 2024, QuaRot (arXiv:2404.00456); Liu et al. 2024, KIVI (
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spolia.kernels.kv_types import rotated
 from spolia.kernels.program import BLOCK_SIZE, Program
 
-__all__ = ["KvCodec", "KvRounding", "KvStore", "hadamard"]
+__all__ = ["KvCodec", "KvRounding", "KvStore"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Floats: TypeAlias = NDArray[np.float32]
@@ -92,23 +92,8 @@ class KvCodec:
         return 2 * 2 * num_layers * num_heads * (head_dim + BLOCK_SIZE) + num_values // 2
 
 
-@cache
-def hadamard(size: int) -> Floats:
-    """An orthonormal, symmetric matrix `[size, size]`, its own inverse: as large powers of two as divide `size`."""
-    part = np.ones((1, 1), np.float32)
-    while size % (2 * len(part)) == 0:
-        part = np.block([[part, part], [part, -part]])
-    matrix: Floats = np.kron(np.eye(size // len(part), dtype=np.float32), part / np.float32(np.sqrt(len(part))))
-    return matrix
-
-
-def _rotated(x: Floats) -> Floats:
-    turned: Floats = x.reshape(-1, x.shape[-1]) @ hadamard(x.shape[-1])
-    return turned.reshape(x.shape)
-
-
 def _encode_int8(kv: Floats) -> list[Bytes]:
-    turned = _rotated(kv)
+    turned = rotated(kv)
     largest = np.maximum(turned.max(-1, keepdims=True), -turned.min(-1, keepdims=True))
     scales = (largest / np.float32(_INT8_MAX)).astype(np.float16)
     turned *= _inverse(scales)
@@ -121,12 +106,12 @@ def _decode_int8(payload: Bytes, shape: Shape) -> Floats:
     scales, payload = _halves(payload, (*shape[:-1], 1))
     turned = payload.view(np.int8).reshape(shape).astype(np.float32)
     turned *= scales
-    return _rotated(turned)
+    return rotated(turned)
 
 
 def _encode_int4(kv: Floats) -> list[Bytes]:
     ranges, integers = [], []
-    for x, axis in ((kv[:, 0], 2), (_rotated(kv[:, 1]), 3)):
+    for x, axis in ((kv[:, 0], 2), (rotated(kv[:, 1]), 3)):
         low = x.min(axis, keepdims=True).astype(np.float16)
         from_low = x - low.astype(np.float32)
         steps = (from_low.max(axis, keepdims=True) / np.float32(_INT4_MAX)).astype(np.float16)
@@ -153,7 +138,7 @@ def _decode_int4(payload: Bytes, shape: Shape) -> Floats:
     k += k_low
     v *= v_steps
     v += v_low
-    return np.stack([k, _rotated(v)], axis=1)
+    return np.stack([k, rotated(v)], axis=1)
 
 
 def _inverse(steps: NDArray[np.float16]) -> Floats:

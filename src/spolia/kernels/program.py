@@ -53,7 +53,7 @@ __all__ = [
 BLOCK_SIZE = 16
 """Tokens of a KV block: one 512-bit vector of float32."""
 
-KvDtype = Literal["bf16", "f16", "f32"]
+KvDtype = Literal["bf16", "f16", "f32", "int8"]
 _RUN_VALUES = 1 << 15
 ActivationKind = Literal["silu", "gelu_tanh", "gelu"]
 
@@ -475,6 +475,9 @@ class Executable(Protocol):
 
     def bind_kv(self, pools: Sequence[NDArray[np.uint8]]) -> None:
         """Use these pools, one uint8 `[num_blocks, block_bytes(group)]` a group, until the next call; kept alive."""
+
+    def set_kv_dtype(self, kv_dtype: KvDtype) -> None:
+        """Keep KV so from now on: blocks have other sizes, and no pools are bound. Between steps only."""
 
     def load_kv(self, group: int, block: NDArray[np.uint8]) -> list[NDArray[np.float32]]:
         """A block's values, float32 `[num_layers, 2, num_kv_heads, 16, head_dim]` (K, then V) for each run of layers

@@ -5,7 +5,7 @@ product may choose another order for another shape. With `activation_bits=8` the
 weight types are rounded as the CPU kernels round them, so that what is left between the two is the order of sums.
 
     block of a group   layer | layer | ...
-    layer              K [16 tokens, num_kv_heads, head_dim] | V [16 tokens, num_kv_heads, head_dim]
+    layer              K [16 tokens, num_kv_heads, stored_width] | V, alike (kv_types)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.kernels import quants
-from spolia.kernels.kv_types import STORAGE, to_float32, to_storage
+from spolia.kernels.kv_types import STORAGE, stored_width, to_float32, to_storage
 from spolia.kernels.program import (
     BLOCK_SIZE,
     Activation,
@@ -185,6 +185,9 @@ class ReferenceExecutable:
             raise ValueError(f"pools with blocks of {found} bytes, expected {expected}")
         self._pools = tuple(pools)
 
+    def set_kv_dtype(self, kv_dtype: KvDtype) -> None:
+        self._kv_dtype, self._pools = kv_dtype, ()
+
     def load_kv(self, group: int, block: NDArray[np.uint8]) -> list[Floats]:
         return [
             np.ascontiguousarray(to_float32(part, self._kv_dtype).transpose(0, 1, 3, 2, 4))
@@ -288,19 +291,21 @@ class ReferenceExecutable:
         return out
 
     def _kv(self, layer: int) -> NDArray[np.generic]:
-        """`[num_blocks, 2, 16, num_kv_heads, head_dim]`, a view of the layer's part of its group's pool."""
+        """`[num_blocks, 2, 16, num_kv_heads, stored_width]`, a view of the layer's part of its group's pool."""
         shape = self._program.cache_layers[layer]
         group = next(g for g, group in enumerate(self._program.cache_groups) if layer in group.layers)
         before = [i for i in self._program.cache_groups[group].layers if i < layer]
         begin = sum(self._layer_bytes(i) for i in before)
         part = self._pools[group][:, begin : begin + self._layer_bytes(layer)]
-        return part.view(STORAGE[self._kv_dtype]).reshape(-1, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+        width = stored_width(shape.head_dim, self._kv_dtype)
+        return part.view(STORAGE[self._kv_dtype]).reshape(-1, 2, BLOCK_SIZE, shape.num_kv_heads, width)
 
     def _run_parts(self, group: int, block: NDArray[np.uint8]) -> list[NDArray[np.generic]]:
-        """Views `[num_layers, 2, 16, num_kv_heads, head_dim]` of one block of a group, by run of layers."""
+        """Views `[num_layers, 2, 16, num_kv_heads, stored_width]` of one block of a group, by run of layers."""
         elements, views = block.view(STORAGE[self._kv_dtype]), []
         for layer, num_layers in self._program.layer_runs(group):
-            shape = (num_layers, 2, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
+            width = stored_width(layer.head_dim, self._kv_dtype)
+            shape = (num_layers, 2, BLOCK_SIZE, layer.num_kv_heads, width)
             size = math.prod(shape)
             views.append(elements[:size].reshape(shape))
             elements = elements[size:]
@@ -309,7 +314,7 @@ class ReferenceExecutable:
     def _layer_bytes(self, layer: int) -> int:
         shape = self._program.cache_layers[layer]
         item_bytes = np.dtype(STORAGE[self._kv_dtype]).itemsize
-        return 2 * BLOCK_SIZE * shape.num_kv_heads * shape.head_dim * item_bytes
+        return 2 * BLOCK_SIZE * shape.num_kv_heads * stored_width(shape.head_dim, self._kv_dtype) * item_bytes
 
     def _dequantize(self, weight: Weight) -> Floats:
         key = (weight.data.ctypes.data, weight.shape)

@@ -51,11 +51,8 @@ class CpuExecutable:
         self._vocab_size = program.vocab_size
         self.plan = lower(program, kv_dtype, row_format)  # holds the embedding tables, which each step reads
         self._native = _cpu.Executable(self.plan, level or "", program.vocab_size, num_threads)
-        self._pools: tuple[NDArray[np.uint8], ...] = ()
-        self._layouts = [
-            [KvLayout(layer, num_layers, kv_dtype) for layer, num_layers in program.layer_runs(group)]
-            for group in range(len(program.cache_groups))
-        ]
+        self._layer_runs = [program.layer_runs(group) for group in range(len(program.cache_groups))]
+        self.set_kv_dtype(kv_dtype)
 
     @property
     def level(self) -> str:
@@ -92,6 +89,13 @@ class CpuExecutable:
 
     def block_bytes(self, group: int) -> int:
         return self._native.block_bytes(group)
+
+    def set_kv_dtype(self, kv_dtype: KvDtype) -> None:
+        self._native.set_kv_dtype(kv_dtype)
+        self._pools: tuple[NDArray[np.uint8], ...] = ()
+        self._layouts = [
+            [KvLayout(layer, num_layers, kv_dtype) for layer, num_layers in runs] for runs in self._layer_runs
+        ]
 
     def bind_kv(self, pools: Sequence[NDArray[np.uint8]]) -> None:
         self._native.bind_kv(pools)

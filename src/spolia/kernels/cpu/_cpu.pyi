@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.kernels.cpu.lowering import Plan
-from spolia.kernels.program import StepInputs
+from spolia.kernels.program import KvDtype, StepInputs
 
 class Executable:
     def __init__(self, plan: Plan, level: str, vocab_size: int, num_threads: int) -> None:
@@ -20,6 +20,7 @@ class Executable:
     profiling: bool
     def set_num_threads(self, num_threads: int) -> None: ...
     def block_bytes(self, group: int) -> int: ...
+    def set_kv_dtype(self, kv_dtype: KvDtype) -> None: ...
     def bind_kv(self, pools: Sequence[NDArray[np.uint8]]) -> None: ...
     def run(
         self,

@@ -22,7 +22,7 @@ from spolia.kernels.program import BLOCK_SIZE, Program, StepInputs
 
 __all__ = ["Machine", "PartCost", "StepCost", "StepShape", "measure_machine", "measure_step"]
 
-_KV_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+_KV_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "int8": 1}
 _PREFILL_ROWS = 256
 _ROWS_OF_16_BITS = 3  # RowKind::Q16 of linear.h: to the cores, each is two rows of 8 bits
 

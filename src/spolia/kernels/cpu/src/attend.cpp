@@ -45,6 +45,21 @@ void store_head(const float* k, int64_t ld_k, const float* v, int64_t ld_v, int6
   }
 }
 
+// The same of one token, for K that is scaled.
+template <class K>
+void store_scaled_head(const float* k, const float* v, int64_t head_dim, int64_t slot, const Layout& layout, uint8_t* head) {
+  constexpr int64_t pack = K::kPack;
+  int8_t row[kMostScaledDim + pack];
+  auto* k_out = reinterpret_cast<int8_t*>(head) + slot * pack;
+  auto* v_out = reinterpret_cast<int8_t*>(head + layout.k_bytes) + slot / pack * layout.width * pack + slot % pack;
+  auto* scales = reinterpret_cast<uint16_t*>(head + layout.k_bytes + layout.v_bytes) + slot;
+  scales[0] = to_int8(k, head_dim, row);
+  row[head_dim] = 0;
+  for (int64_t d = 0; d < head_dim; d += pack) std::memcpy(k_out + d * kBlock, row + d, pack);
+  scales[kBlock] = to_int8(v, head_dim, row);
+  for (int64_t d = 0; d < head_dim; ++d) v_out[d * pack] = row[d];
+}
+
 template <class K>
 void store_rows(const AttendShape& shape, const AttendStep& step, int64_t row_begin, int64_t row_end) {
   using Elem = typename K::Elem;
@@ -54,14 +69,19 @@ void store_rows(const AttendShape& shape, const AttendStep& step, int64_t row_be
     while (step.row_starts[seq + 1] <= row) ++seq;
     const int64_t position = step.positions[row], slot = position % kBlock;
     const int64_t limit = step.row_starts[seq + 1] < row_end ? step.row_starts[seq + 1] : row_end;
-    count = slot % K::kPack == 0 && row + K::kPack <= limit ? K::kPack : 1;
+    count = !kScaled<K> && slot % K::kPack == 0 && row + K::kPack <= limit ? K::kPack : 1;
     const int32_t block = step.block_table[seq * step.max_blocks + position / kBlock];
     uint8_t* head = step.pool + static_cast<size_t>(block) * step.block_bytes + step.layer_offset;
-    for (int64_t h = 0; h < shape.num_kv_heads; ++h, head += layout.k_bytes + layout.v_bytes) {
-      const auto store = count > 1 ? store_head<K, K::kPack> : store_head<K, 1>;
-      store(step.k + row * step.ld_k + h * shape.head_dim, step.ld_k, step.v + row * step.ld_v + h * shape.head_dim,
-            step.ld_v, shape.head_dim, slot, layout.width, reinterpret_cast<Elem*>(head),
-            reinterpret_cast<Elem*>(head + layout.k_bytes));
+    for (int64_t h = 0; h < shape.num_kv_heads; ++h, head += layout.head_bytes) {
+      const float* k = step.k + row * step.ld_k + h * shape.head_dim;
+      const float* v = step.v + row * step.ld_v + h * shape.head_dim;
+      if constexpr (kScaled<K>) {
+        store_scaled_head<K>(k, v, shape.head_dim, slot, layout, head);
+      } else {
+        const auto store = count > 1 ? store_head<K, K::kPack> : store_head<K, 1>;
+        store(k, step.ld_k, v, step.ld_v, shape.head_dim, slot, layout.width, reinterpret_cast<Elem*>(head),
+              reinterpret_cast<Elem*>(head + layout.k_bytes));
+      }
     }
   }
 }
@@ -80,6 +100,8 @@ void copy_layer_tokens(const AttendShape& shape, const uint8_t* src, uint8_t* ds
       for (int64_t d = 0; d < layout.width; ++d)
         std::memcpy(dst + t / pack * pair_bytes + d * pack * elem, src + t / pack * pair_bytes + d * pack * elem, elem);
     src += layout.v_bytes, dst += layout.v_bytes;
+    if constexpr (kScaled<K>)
+      for (int i = 0; i < 2; ++i, src += 2 * kBlock, dst += 2 * kBlock) std::memcpy(dst, src, static_cast<size_t>(2 * num_tokens));
   }
 }
 
@@ -94,7 +116,9 @@ void fold(float* into, const float* next, int64_t width) {
   into[width + 1] = first(fma(splat(next[width + 1]), splat(b), splat(into[width + 1] * a)));
 }
 
-void finish(const float* record, int64_t width, int64_t head_dim, float* out) {
+template <class K>
+void finish(float* record, int64_t width, int64_t head_dim, float* out) {
+  if constexpr (kScaled<K>) rotate(record, head_dim);
   const Vec inverse = splat(1.0f / record[width + 1]);
   int64_t d = 0;
   for (; d + kLanes <= head_dim; d += kLanes) store(out + d, load(record + d) * inverse);
@@ -106,6 +130,8 @@ void finish(const float* record, int64_t width, int64_t head_dim, float* out) {
 // What one thread keeps of the tile it works on; `num_heads` counts (row, head) pairs, row-major.
 struct TileScratch {
   float *q, *scores, *record, *state, *pair;
+  float *k_scales, *v_scales;  // [kSplit], where K is scaled
+  uint16_t* wide;              // K and V of a split's blocks as bf16, where K is scaled
   int64_t* bounds;  // [num_rows][2]: the row's tokens of the current split
 
   static int64_t max_heads(const AttendShape& shape) {
@@ -114,7 +140,8 @@ struct TileScratch {
   }
   static int64_t floats(const AttendShape& shape) {
     const int64_t heads = max_heads(shape), width = round_up(shape.head_dim, kBlock);
-    return heads * (width + kSplit + 2 * record_floats(shape)) + 2 * width;
+    const int64_t plain = heads * (width + kSplit + 2 * record_floats(shape)) + 2 * width;
+    return shape.kv_type == KvType::INT8 ? plain + 2 * kSplit + kSplit * width : plain;
   }
   static size_t bytes(const AttendShape& shape) {
     return static_cast<size_t>(floats(shape)) * sizeof(float) + static_cast<size_t>(max_heads(shape)) * 2 * sizeof(int64_t);
@@ -126,12 +153,16 @@ struct TileScratch {
     record = scores + heads * kSplit;
     state = record + heads * record_floats(shape);
     pair = state + heads * record_floats(shape);
+    k_scales = pair + 2 * width;
+    v_scales = k_scales + kSplit;
+    wide = reinterpret_cast<uint16_t*>(v_scales + kSplit);
     bounds = reinterpret_cast<int64_t*>(reinterpret_cast<float*>(scratch) + floats(shape));
   }
 };
 
-template <class K>
+template <class Stored>
 class TileWorker {
+  using K = typename Stored::Tile;  // as what it is read by the register tiles
   using Elem = typename K::Elem;
   static constexpr int64_t kPack = K::kPack, kParts = K::kParts;
 
@@ -154,7 +185,7 @@ class TileWorker {
     if (item_.whole)
       for (int64_t r = 0; r < item_.num_rows; ++r)
         for (int64_t g = 0; g < group_; ++g)
-          finish(scratch_.state + (r * group_ + g) * ld_, layout_.width, shape_.head_dim,
+          finish<Stored>(scratch_.state + (r * group_ + g) * ld_, layout_.width, shape_.head_dim,
                  step_.out + rows_[r] * step_.ld_out + head(g) * shape_.head_dim);
   }
 
@@ -171,9 +202,15 @@ class TileWorker {
         if (item_.whole) __builtin_prefetch(step_.out + rows_[r] * step_.ld_out + head(0) * shape_.head_dim + i, 1);
       }
     for (int64_t r = 0; r < item_.num_rows; ++r)
-      for (int64_t g = 0; g < group_; ++g)
-        K::pack_row(step_.q + rows_[r] * step_.ld_q + head(g) * shape_.head_dim, shape_.head_dim,
-                    scratch_.q + (r * group_ + g) * ld_q_);
+      for (int64_t g = 0; g < group_; ++g) {
+        const float* q = step_.q + rows_[r] * step_.ld_q + head(g) * shape_.head_dim;
+        if constexpr (kScaled<Stored>) {
+          std::memcpy(scratch_.pair, q, static_cast<size_t>(shape_.head_dim) * sizeof(float));
+          rotate(scratch_.pair, shape_.head_dim);
+          q = scratch_.pair;
+        }
+        K::pack_row(q, shape_.head_dim, scratch_.q + (r * group_ + g) * ld_q_);
+      }
   }
 
   // Find which rows have tokens in the split, and its blocks; false if none has.
@@ -198,13 +235,36 @@ class TileWorker {
     if (common_begin_ > common_end_) common_begin_ = common_end_ = round_up(common_begin_, kPack);
     // All rows of a tile read the same blocks.
     const int32_t* table = step_.block_table + plan_.seqs[rows_[row_begin_]] * step_.max_blocks + split * kSplitBlocks;
-    const size_t offset = step_.layer_offset + static_cast<size_t>(item_.kv_head) * (layout_.k_bytes + layout_.v_bytes);
+    const Layout stored = layout_of<Stored>(shape_);
+    const size_t offset = step_.layer_offset + static_cast<size_t>(item_.kv_head) * stored.head_bytes;
     for (int64_t b = tokens_begin_ / kBlock; b * kBlock < tokens_end_; ++b) {
       const uint8_t* kv = step_.pool + static_cast<size_t>(table[b]) * step_.block_bytes + offset;
+      if constexpr (kScaled<Stored>) kv = widen_block(kv, stored, b);
       k_blocks_[b] = reinterpret_cast<const Elem*>(kv);
       v_blocks_[b] = reinterpret_cast<const Elem*>(kv + layout_.k_bytes);
     }
     return true;
+  }
+
+  static void widen_bf16(const uint8_t* in, float* out) {  // of a block's tokens
+    for (int64_t t = 0; t < kBlock; ++t) {
+      uint16_t half;
+      std::memcpy(&half, in + t * static_cast<int64_t>(sizeof half), sizeof half);
+      const uint32_t bits = static_cast<uint32_t>(half) << 16;
+      std::memcpy(out + t, &bits, sizeof bits);
+    }
+  }
+
+  // The split's block b, which lies at `kv`, as bf16 without scales, and its scales.
+  const uint8_t* widen_block(const uint8_t* kv, const Layout& stored, int64_t b) {
+    const auto* integers = reinterpret_cast<const int8_t*>(kv);
+    uint16_t* wide = scratch_.wide + b * kBlock * (layout_.depth + layout_.width);
+    widen(integers, kBlock * layout_.depth, wide);
+    widen(integers + stored.k_bytes, kBlock * layout_.width, wide + kBlock * layout_.depth);
+    const uint8_t* scales = kv + stored.k_bytes + stored.v_bytes;
+    widen_bf16(scales, scratch_.k_scales + b * kBlock);
+    widen_bf16(scales + kBlock * sizeof(uint16_t), scratch_.v_scales + b * kBlock);
+    return reinterpret_cast<const uint8_t*>(wide);
   }
 
   // scores[head][token] = q . k for every token that some row attends to; the other rows ignore them.
@@ -234,6 +294,8 @@ class TileWorker {
     for (int64_t d = 0; d < layout_.width; d += kLanes) store(record + d, splat(0.0f));
     float* scores = scratch_.scores + m * kSplit;
     const int64_t begin = lo / kUnit * kUnit, end = round_up(hi, kUnit);
+    if constexpr (kScaled<Stored>)
+      for (int64_t t = begin; t < end; t += kLanes) store(scores + t, load(scores + t) * load(scratch_.k_scales + t));
     if (shape_.softcap > 0.0f) {
       const Vec inner = splat(shape_.scale / shape_.softcap), cap = splat(shape_.softcap);
       for (int64_t t = begin; t < end; t += kLanes) store(scores + t, tanh(load(scores + t) * inner) * cap);
@@ -244,6 +306,16 @@ class TileWorker {
     // A whole split is the usual case: with its bounds known, its loops have no branches.
     if (begin == 0 && end == kSplit) weigh_scores(scores, 0, kSplit, factor, record);
     else weigh_scores(scores, begin, end, factor, record);
+    // A token that is masked has weight 0, but times a scale that may be NaN; one beside a token that is not will be read.
+    if constexpr (kScaled<Stored>) {
+      if (lo % 2) clear_weight(scores, lo - 1);
+      if (hi % 2) clear_weight(scores, hi);
+    }
+  }
+
+  static void clear_weight(float* p, int64_t token) {
+    if constexpr (kParts == 1) std::memset(reinterpret_cast<uint16_t*>(p) + token, 0, sizeof(uint16_t));
+    else p[token] = 0.0f;
   }
 
   [[gnu::always_inline]] void weigh_scores(float* scores, int64_t begin, int64_t end, float factor, float* record) {
@@ -256,7 +328,16 @@ class TileWorker {
       return exp2<K::kExpDegree>(fma(load(scores + t), splat(factor), splat(-maximum)));
     };
     Vec sums = splat(0.0f);
-    for (int64_t t = begin; t < end; t += kUnit) sums = K::store_weights(scores, t, weight, sums);
+    if constexpr (kScaled<Stored>) {
+      const auto scaled = [&](int64_t t) {
+        const Vec w = weight(t);
+        sums = sums + w;
+        return w * load(scratch_.v_scales + t);
+      };
+      for (int64_t t = begin; t < end; t += kUnit) K::store_weights(scores, t, scaled, splat(0.0f));
+    } else {
+      for (int64_t t = begin; t < end; t += kUnit) sums = K::store_weights(scores, t, weight, sums);
+    }
     record[layout_.width] = maximum;
     record[layout_.width + 1] = reduce_sum(sums);
   }
@@ -365,6 +446,7 @@ class TileWorker {
     case KvType::F32: { using K = Kv<KvType::F32>; call; break; } \
     case KvType::F16: { using K = Kv<KvType::F16>; call; break; } \
     case KvType::BF16: { using K = Kv<KvType::BF16>; call; break; } \
+    case KvType::INT8: { using K = Kv<KvType::INT8>; call; break; } \
   }
 
 size_t layer_bytes(const AttendShape& shape) {
@@ -399,7 +481,7 @@ void merge(const AttendShape& shape, const AttendStep& step, int64_t row_begin, 
     for (int64_t h = 0; h < shape.num_heads; ++h) {
       float* state = plan.records + (plan.partials[row] * shape.num_heads + h) * ld;
       for (int64_t nth = 1; nth < count; ++nth) fold(state, state + nth * shape.num_heads * ld, width);
-      finish(state, width, shape.head_dim, step.out + row * step.ld_out + h * shape.head_dim);
+      SPOLIA_BY_TYPE(shape.kv_type, finish<K>(state, width, shape.head_dim, step.out + row * step.ld_out + h * shape.head_dim))
     }
   }
 }

@@ -12,14 +12,21 @@
 // Numerics. float32 throughout, own exp2 and tanh to about 1e-7. With bf16 KV, AVX-512 BF16 rounds q and the softmax weights to bf16 too
 // (vdpbf16ps), and divides by the sum of the rounded weights; that adds an error slightly below the one of rounding KV to bf16.
 // Storing rounds to nearest, ties to even; what overflows f16 becomes its largest finite value. `scale` must be positive.
+//
+// INT8. K and V of a token and head are rotated (a Hadamard matrix over as much of head_dim as is a power of two) and kept as integers
+// with one scale, a bf16. All that depends on this token alone. q meets rotated K as rotated q; a sum of rotated V is turned back when
+// it is finished. The integers are read as bf16, which has them all, a split's at a time: what multiplies is that of bf16 KV. K's
+// scales go to the scores, V's to the weights once those are summed.
+// Source: Ashkboos et al. 2024, QuaRot (arXiv:2404.00456).
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace spolia {
 
-enum class KvType : int32_t { F32 = 0, F16 = 1, BF16 = 2 };
+enum class KvType : int32_t { F32 = 0, F16 = 1, BF16 = 2, INT8 = 3 };
 inline constexpr int64_t kBlock = 16;
+inline constexpr int64_t kMostScaledDim = 1024;  // head_dim, for INT8
 
 struct AttendShape {
   KvType kv_type;

@@ -4,7 +4,8 @@
 //     K       [head_dim / pack][16 tokens][pack]     so that 16 tokens' scores are one vector
 //     V       [16 / pack][width][pack tokens]        so that a row's weighted sum runs along head_dim
 //
-// pack = 2 for bf16 (a pair of products is one vdpbf16ps), 1 for f16 and f32. head_dim is padded to `depth` (a multiple of
+// pack = 2 for bf16 (a pair of products is one vdpbf16ps) and int8, 1 for f16 and f32. int8 has each token's scales behind V: those
+// of K, then those of V, 16 bf16 each. head_dim is padded to `depth` (a multiple of
 // pack, zeros) in K and to `width` (a multiple of 16, never read into a result) in V. The layout is the same at every level.
 #pragma once
 #include <cstdint>
@@ -77,6 +78,7 @@ struct Kv;
 
 template <>
 struct Kv<KvType::F32> {
+  using Tile = Kv;
   using Elem = float;
   static constexpr int kPack = 1, kParts = 1, kExpDegree = 6;
   static Elem encode(float x) { return x; }
@@ -91,6 +93,7 @@ struct Kv<KvType::F32> {
 
 template <>
 struct Kv<KvType::F16> {
+  using Tile = Kv;
   using Elem = uint16_t;
   static constexpr int kPack = 1, kParts = 1, kExpDegree = 6;
   static Elem encode(float x) { return to_f16(x); }
@@ -107,6 +110,7 @@ struct Kv<KvType::F16> {
 // vdpbf16ps: rows of Q and P are rounded to bf16, two to an operand.
 template <>
 struct Kv<KvType::BF16> {
+  using Tile = Kv;
   using Elem = uint16_t;
   static constexpr int kPack = 2, kParts = 1, kExpDegree = 4;
   static Elem encode(float x) { return to_bf16(x); }
@@ -132,6 +136,7 @@ struct Kv<KvType::BF16> {
 #else
 template <>
 struct Kv<KvType::BF16> {
+  using Tile = Kv;
   using Elem = uint16_t;
   static constexpr int kPack = 2, kParts = 2, kExpDegree = 6;
   static Elem encode(float x) { return to_bf16(x); }
@@ -145,19 +150,86 @@ struct Kv<KvType::BF16> {
 };
 #endif
 
+// Integers, which become bf16 before they meet an operand.
+template <>
+struct Kv<KvType::INT8> {
+  using Tile = Kv<KvType::BF16>;
+  using Elem = int8_t;
+  static constexpr int kPack = Tile::kPack;
+};
+
+// Whether the elements of a token have a scale.
+template <class K>
+constexpr bool kScaled = sizeof(typename K::Elem) == 1;
+
+// x [n] times a Hadamard matrix over its last power of two, chunk by chunk: orthonormal, and its own inverse.
+inline void rotate(float* x, int64_t n) {
+  const int64_t size = n & -n;
+  const float factor = 1.0f / __builtin_sqrtf(static_cast<float>(size));
+  for (float* chunk = x; chunk < x + n; chunk += size)
+    for (int64_t half = 1; half < size; half *= 2)
+      for (int64_t i = 0; i < size; i += 2 * half)
+        for (int64_t j = i; j < i + half; ++j) {
+          const float a = chunk[j], b = chunk[j + half];
+          chunk[j] = a + b, chunk[j + half] = a - b;
+        }
+  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+}
+
+// A token's x [n] rotated, as integers [n]; returns their scale, a bf16: NaN where x holds what is not finite.
+inline uint16_t to_int8(const float* x, int64_t n, int8_t* out) {
+  float turned[kMostScaledDim];
+  std::memcpy(turned, x, static_cast<size_t>(n) * sizeof(float));
+  rotate(turned, n);
+  uint32_t largest_bits = 0;  // magnitudes order as their bits do, NaN above all
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, turned + i, 4);
+    bits &= 0x7fffffffu;
+    largest_bits = bits > largest_bits ? bits : largest_bits;
+  }
+  if (largest_bits >= 0x7f800000u) {
+    std::memset(out, 0, static_cast<size_t>(n));
+    return 0x7fc0;
+  }
+  float largest, scale;
+  std::memcpy(&largest, &largest_bits, 4);
+  const uint16_t stored = to_bf16(largest / 127.0f);
+  const uint32_t scale_bits = static_cast<uint32_t>(stored) << 16;
+  std::memcpy(&scale, &scale_bits, 4);
+  const float inverse = scale > 0x1p-126f ? 1.0f / scale : 0.0f;
+  for (int64_t i = 0; i < n; ++i) {
+    float y = turned[i] * inverse;
+    y = y < 127.0f ? y : 127.0f;
+    y = y > -127.0f ? y : -127.0f;
+    out[i] = static_cast<int8_t>(static_cast<int32_t>((y + 12582912.0f) - 12582912.0f));  // to nearest, ties to even
+  }
+  return stored;
+}
+
+inline void widen(const int8_t* in, int64_t n, uint16_t* out) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float x = in[i];
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    out[i] = static_cast<uint16_t>(bits >> 16);
+  }
+}
+
 struct Layout {
   int64_t depth, width;              // head_dim as K and as V are padded
-  size_t k_bytes, v_bytes, layer_bytes;  // of one head, one head, all heads
+  size_t k_bytes, v_bytes, head_bytes, layer_bytes;  // of one head: K, V, both with scales; of all heads
 };
 
 template <class K>
 inline Layout layout_of(const AttendShape& shape) {
   Layout out;
-  out.depth = round_up(shape.head_dim, 2);
+  out.depth = round_up(shape.head_dim, kScaled<K> ? 4 : 2);  // so that a layer is whole lines of 64 bytes
   out.width = round_up(shape.head_dim, kBlock);
   out.k_bytes = static_cast<size_t>(kBlock * out.depth) * sizeof(typename K::Elem);
   out.v_bytes = static_cast<size_t>(kBlock * out.width) * sizeof(typename K::Elem);
-  out.layer_bytes = (out.k_bytes + out.v_bytes) * static_cast<size_t>(shape.num_kv_heads);
+  out.head_bytes = out.k_bytes + out.v_bytes + (kScaled<K> ? 2 * kBlock * sizeof(uint16_t) : 0);
+  out.layer_bytes = out.head_bytes * static_cast<size_t>(shape.num_kv_heads);
   return out;
 }
 

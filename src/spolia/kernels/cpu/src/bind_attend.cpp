@@ -98,7 +98,7 @@ int64_t attend(const std::string& level, const AttendShape& shape, Array<uint8_t
 }  // namespace
 
 void bind_attend(nb::module_& m) {
-  nb::class_<AttendShape>(m, "AttendShape", "One attention layer: attend.h. kv_type is 0 (f32), 1 (f16) or 2 (bf16).")
+  nb::class_<AttendShape>(m, "AttendShape", "One attention layer: attend.h. kv_type is 0 (f32), 1 (f16), 2 (bf16) or 3 (int8).")
       .def("__init__",
            [](AttendShape* self, int32_t kv_type, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t window,
               float scale, float softcap) {

@@ -98,11 +98,14 @@ Stage to_stage(nb::handle stage) {
           get<std::vector<int>>(stage, "attends")};
 }
 
+KvType to_kv_type(const std::string& name) {
+  return named<KvType>(name, {{"f32", KvType::F32}, {"f16", KvType::F16}, {"bf16", KvType::BF16}, {"int8", KvType::INT8}});
+}
+
 Plan to_plan(nb::handle plan) {
   Plan result;
   const nb::object types = nb::module_::import_("spolia.kernels.quants").attr("TYPES");
-  const KvType kv_type = named<KvType>(get<std::string>(plan, "kv_dtype"),
-                                       {{"f32", KvType::F32}, {"f16", KvType::F16}, {"bf16", KvType::BF16}});
+  const KvType kv_type = to_kv_type(get<std::string>(plan, "kv_dtype"));
   result.buffers = each<Buffer>(plan.attr("buffers"), [](nb::handle b) {
     return Buffer{Domain(get<int>(b, "domain")), get<size_t>(b, "offset"), get<size_t>(b, "row_bytes")};
   });
@@ -176,6 +179,7 @@ void bind_executable(nb::module_& m) {
       .def_prop_ro("packed_bytes", &Executable::packed_bytes)
       .def_rw("profiling", &Executable::profiling)
       .def("set_num_threads", &Executable::set_num_threads)
+      .def("set_kv_dtype", [](Executable& self, const std::string& kv_dtype) { self.set_kv_type(to_kv_type(kv_dtype)); })
       .def("block_bytes",
            [](const Executable& self, int group) {
              if (group < 0 || group >= self.num_groups())

@@ -40,16 +40,8 @@ void check_range(const char* name, int64_t index, int64_t value, int64_t limit) 
 
 Executable::Executable(Plan plan, const Kernels& kernels, int64_t vocab_size, int num_threads)
     : plan_(std::move(plan)), kernels_(kernels), vocab_size_(vocab_size), threads_(std::make_unique<Threads>(num_threads)) {
-  layer_offsets_.resize(plan_.layers.size());
   attend_slots_.resize(plan_.layers.size());
-  for (const std::vector<int>& group : plan_.groups) {
-    size_t offset = 0;
-    for (int layer : group) {
-      layer_offsets_[layer] = offset;
-      offset += kernels_.attend.layer_bytes(plan_.layers[layer].shape);
-    }
-    block_bytes_.push_back(offset);
-  }
+  if (!plan_.layers.empty()) set_kv_type(plan_.layers[0].shape.kv_type);
   for (const Stage& stage : plan_.stages) {
     first_part_.push_back(num_parts_);
     num_parts_ += 2 + int(stage.attends.size());
@@ -62,6 +54,24 @@ Executable::Executable(Plan plan, const Kernels& kernels, int64_t vocab_size, in
   num_attend_items_.resize(plan_.layers.size());
   profile_.resize(2 * plan_.stages.size());
   pack();
+}
+
+void Executable::set_kv_type(KvType kv_type) {
+  for (const AttendLayer& layer : plan_.layers)
+    if (kv_type == KvType::INT8 && layer.shape.head_dim > kMostScaledDim)
+      refuse("KV in int8: head_dim is " + std::to_string(layer.shape.head_dim) + ", at most " + std::to_string(kMostScaledDim) + " is possible");
+  for (AttendLayer& layer : plan_.layers) layer.shape.kv_type = kv_type;
+  pools_.clear();
+  block_bytes_.clear();
+  layer_offsets_.resize(plan_.layers.size());
+  for (const std::vector<int>& group : plan_.groups) {
+    size_t offset = 0;
+    for (int layer : group) {
+      layer_offsets_[layer] = offset;
+      offset += kernels_.attend.layer_bytes(plan_.layers[layer].shape);
+    }
+    block_bytes_.push_back(offset);
+  }
 }
 
 void Executable::pack() {

@@ -59,6 +59,8 @@ class Executable {
   size_t packed_bytes() const { return packed_memory_.size(); }
 
   void set_num_threads(int num_threads) { threads_ = std::make_unique<Threads>(num_threads); }
+  // How KV is kept from now on: blocks have another size, and no pools are bound.
+  void set_kv_type(KvType kv_type);
   void bind_kv(std::vector<Pool> pools) { pools_ = std::move(pools); }
 
   // Throws std::invalid_argument, naming the value and its limit, if the step is not one that `run` can compute.
@@ -102,7 +104,7 @@ class Executable {
   void multiply_part(const Step& step, const Matmul& matmul, Range rows, Range tiles, int thread);
   void attend(const Stage& stage, Part* parts, int thread);
 
-  const Plan plan_;
+  Plan plan_;  // only how KV is kept changes
   const Kernels& kernels_;
   const int64_t vocab_size_;
   std::unique_ptr<Threads> threads_;
