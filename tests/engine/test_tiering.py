@@ -136,6 +136,66 @@ def test_what_an_operator_waits_for_comes_up_while_requests_run(tmp_path):
     saved(engine)
 
 
+def bring(engine: Engine, namespace: bytes, prompt: Sequence[int], outputs: dict | None = None) -> int:
+    """As an operator's `move device`; the tokens that are there then. `outputs` gets those of requests that end."""
+    done = engine.core.tiering.transfers.bring(namespace, prompt, may_evict=True)
+    deadline_s = time.monotonic() + 60
+    while not done.done():
+        assert time.monotonic() < deadline_s
+        for request_id, delta in engine.core.step():
+            if outputs is not None and delta.output is not None:
+                outputs[request_id] = delta.output
+    return done.result()
+
+
+def test_what_an_operator_asks_for_comes_up_whatever_reading_costs(tmp_path):
+    """Right after a restart, with a first run that was read slowly: nobody waits for this, so nobody computes it."""
+    saved(answer_on(tmp_path, CONVERSATION))
+    engine = on_tier(tmp_path, fetch="planned")
+    tiering = engine.core.tiering
+    tiering.mover._run_blocks = 4
+    tiering.note_step(1_000, 1e-6)
+    (tier,) = tiering.mover.tiers
+    tier._read_bytes_per_s = 1.0
+    assert bring(engine, EXACT_NAMESPACE, CONVERSATION) == 288
+    saved(engine)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_lost_between_tiers_that_hand_over_to_each_other(tmp_path, seed):
+    """Restores of the same blocks for requests and operators, evictions and drops cross, with delays at random."""
+    rng = random.Random(seed)
+
+    class Late(HostBackend):
+        def get_into(self, keys, buffers):
+            time.sleep(rng.choice([0, 0.003]))
+            return super().get_into(keys, buffers)
+
+        def delete(self, keys):
+            time.sleep(rng.choice([0, 0.003]))
+            super().delete(keys)
+
+    disk = Tier("disk", FolderBackend(tmp_path), stall_s=60)
+    host = TierUse(Tier("host", Late(1 << 20), stall_s=60), "write_back", is_exclusive=True)
+    engine = toy_engine(tiers=[host, TierUse(disk)], clock=time.monotonic, num_blocks=40)
+    engine.core.tiering.mover._run_blocks = 2
+    prompts = [tokens(192, seed=number) for number in range(4)]
+    for prompt in prompts:
+        answer(engine, prompt)
+    engine.core.tiering.mover.flush(60)
+    for _ in range(12):
+        prompt = rng.choice(prompts)
+        others = [submit(engine, rng.choice(prompts)) for _ in range(rng.randrange(3))]
+        outputs = run(engine) if rng.random() < 0.3 else {}
+        assert bring(engine, EXACT_NAMESPACE, prompt, outputs) == 192
+        if rng.random() < 0.3:
+            engine.core.cache.clear()
+        outputs |= run(engine)
+        for other in others:
+            assert_right(outputs[other.request_id], other.prompt_token_ids)
+    saved(engine)
+
+
 def test_another_namespace_never_finds_it(tmp_path):
     saved(answer_on(tmp_path, CONVERSATION))
     engine = on_tier(tmp_path)

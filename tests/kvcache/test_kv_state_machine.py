@@ -42,6 +42,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.world = World(*groups, policy=make_policy(policy))
         CacheMachine.policies.add(policy)
         self.prompts = [np.zeros(0, np.int32)]
+        self.pinned = {}
 
     def pick(self, number):
         return self.world.running[number % len(self.world.running)]
@@ -112,7 +113,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(number=PICK, namespace=NAMESPACES, ttl_s=st.none() | st.integers(0, 200))
     def pin(self, number, namespace, ttl_s):
-        self.world.cache.pin(namespace, self.prompts[number % len(self.prompts)], ttl_s)
+        prompt = self.prompts[number % len(self.prompts)]
+        pin = self.world.cache.pin(namespace, prompt, ttl_s)
+        if pin is not None:
+            self.pinned[pin.id] = prompt[: pin.num_tokens]
 
     @rule(namespace=NAMESPACES, blocks=st.integers(0, 14))
     def set_quota(self, namespace, blocks):
@@ -130,7 +134,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(namespace=st.none() | NAMESPACES)
     def clear(self, namespace):
+        pins = self.world.cache.pins(namespace)
+        before = [self.world.cache.probe(pin.namespace, self.pinned[pin.id]) for pin in pins]
         self.world.cache.clear(namespace)
+        after = [self.world.cache.probe(pin.namespace, self.pinned[pin.id]) for pin in pins]
+        assert after == before
 
     @invariant()
     def everything_holds(self):
@@ -143,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self):
         for sequence in list(self.world.running):
             self.world.close(sequence)
-        self.world.cache.clear()
+        self.world.cache.clear(pinned=True)
         assert all(entry.free == entry.total for entry in self.world.cache.ledger())
 
 

@@ -73,8 +73,10 @@ def test_what_is_warmed_and_pinned_stays_whatever_comes(server):
 def test_kv_moves_down_to_a_tier_and_up_again(server):
     server.cached(prompt(0))
     assert server.post("move", prompt=prompt(0), to="host")["num_tokens"] == 96
-    cached, tiers = server.lookup(prompt(0))
-    assert (cached, tiers["host"]) == (0, 96)
+    found = server.post("lookup", prompt=prompt(0))
+    assert (found["num_cached_tokens"], found["tiers"]["host"]) == (0, 96)
+    assert found["reason"] == "in_host"
+    assert found["ranges"] == [{"start": 0, "stop": 96, "source": "host"}]
     assert server.post("move", prompt=prompt(0), to="device")["num_tokens"] == 96
     assert server.lookup(prompt(0)) == (96, {"host": 0, "disk": 96})
     assert server.post("move", prompt=prompt(0), to="host", keep=True)["num_tokens"] == 96
@@ -91,8 +93,33 @@ def test_clearing_a_prefix_takes_what_goes_on_from_it_and_nothing_else(server):
     assert cleared["num_tokens"] == 64 + 2 * 41
     assert cleared["unlisted_tiers"] == []
     for ids in ([*base, *prompt(1, 40)], [*base, *prompt(2, 40)]):
-        eventually(lambda ids=ids: server.lookup(ids)[0] == 0 and server.lookup(ids)[1]["disk"] <= 48)
-    assert server.lookup(other)[0] == 99
+        assert server.lookup(ids) == (0, {"host": 0, "disk": 0})
+    assert server.lookup(other) == (99, {"host": 0, "disk": 96})
+
+
+def test_what_lies_in_a_tier_only_is_cleared_too(server):
+    """As after a restart: the device knows nothing of it."""
+    base, ways = prompt(0, 64), [prompt(1, 40), prompt(2, 40)]
+    session = httpx.post(f"{server.url}/v1/sessions", json={"ttl": 100}).json()["id"]
+    server.cached([*base, *ways[0]], session=session)
+    server.cached([*base, *ways[1]])
+    eventually(lambda: all(server.lookup([*base, *way])[1]["disk"] == 96 for way in ways))
+    server.post("clear", all=True, tiers=False)
+    assert server.lookup([*base, *ways[0]]) == (0, {"host": 0, "disk": 96})
+    server.post("clear", session=session)
+    assert server.lookup([*base, *ways[0]]) == (0, {"host": 0, "disk": 64})
+    assert server.lookup([*base, *ways[1]]) == (0, {"host": 0, "disk": 96})
+    server.post("clear", prompt=base)
+    assert server.lookup([*base, *ways[1]]) == (0, {"host": 0, "disk": 0})
+
+
+@pytest.mark.parametrize("way", [{"all": True}, {"namespace": True}, {"prompt": prompt(0, 64)}])
+def test_what_is_pinned_is_cleared_only_if_that_is_said(server, way):
+    pin = server.post("warm", prompt=prompt(0, 96), pin=True)["pin"]
+    assert server.post("clear", **way)["kept_pins"] == [pin]
+    assert server.lookup(prompt(0, 96))[0] == 95
+    assert server.post("clear", **way, pinned=True)["kept_pins"] == []
+    assert server.lookup(prompt(0, 96)) == (0, {"host": 0, "disk": 0})
 
 
 def test_clearing_a_session_leaves_what_it_shares_with_others(server):
@@ -189,6 +216,45 @@ def test_a_tier_is_attached_and_detached(server, tmp_path):
     assert [tier["name"] for tier in done["config"]["tiers"]] == ["host", "disk"]
 
 
+def test_a_folder_takes_the_place_of_memory_beside_the_folder_that_there_is(server, tmp_path):
+    """As `--attach /fast/kv --detach host`."""
+    done = server.post("config", attach=[{"disk": str(tmp_path / "fast"), "size": "1MiB"}], detach=["host"])
+    assert [(change["change"], change["after"]) for change in done["changes"]] == [
+        ("detach", None),
+        ("attach", "disk2"),
+    ]
+    assert [tier["name"] for tier in done["config"]["tiers"]] == ["disk", "disk2"]
+    assert done["config"]["tiers"][1]["capacity_bytes"] == 1 << 20
+
+
+def test_a_size_is_text_or_a_number_and_what_truly_holds_is_told():
+    engine = chatty_engine(num_blocks=64, max_context=128, max_sequences=2)  # which fill 16 blocks
+    with serving({"toy": engine}) as url:
+        done = Server(url).post("config", kv_memory="6KiB")
+        assert done["config"]["kv_memory_max"] == 64 * 128
+        assert done["changes"][0]["after"] == done["config"]["kv_memory"] == 16 * 128
+        assert Server(url).post("config", kv_memory=8 * 128)["changes"][0]["after"] == 8 * 128
+    asyncio.run(engine.aclose())
+
+
+def test_a_cache_grows_within_the_memory_of_all_models():
+    engine = chatty_engine(num_blocks=64)
+    weights = engine.weights_bytes
+    with serving({"toy": engine}, ServerConfig(memory_bytes=weights + 40 * 128)) as url:
+        assert Server(url).post("config", kv_memory=30 * 128)["outcome"] == "done"
+        assert Server(url).post("config", kv_memory=40 * 128)["outcome"] == "done"
+        refused = Server(url).post("config", 409, kv_memory=41 * 128)
+        assert f"of the server's --memory 0 are free; ask for {40 * 128} at most" in refused["error"]["message"]
+        assert refused["config"]["kv_memory"] == 40 * 128
+    asyncio.run(engine.aclose())
+
+
+@pytest.mark.parametrize("ttl", [-1, 0])
+def test_what_is_warmed_for_no_time_at_all_is_refused(server, ttl):
+    reply = server.post("warm", 400, prompt=prompt(0), pin=True, ttl=ttl)
+    assert "positive number of seconds" in reply["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -201,6 +267,10 @@ def test_a_tier_is_attached_and_detached(server, tmp_path):
         ({"attach": [{"disk": "here"}]}, "absolute path"),
         ({"attach": [{"host": 0}]}, "above 0"),
         ({"attach": [{}]}, "one of disk, host and remote"),
+        ({"attach": [{"name": "device", "host": 1000}]}, "cannot be called 'device'"),
+        ({"attach": [{"name": "", "host": 1000}]}, "cannot be called ''"),
+        ({"attach": [{"host": "much"}]}, "'much' is not a size"),
+        ({"kv_memory": "4 parsecs"}, "'4 parsecs' is not a size"),
     ],
 )
 def test_changes_that_are_impossible_are_told(server, change, words):

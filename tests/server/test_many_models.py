@@ -302,3 +302,26 @@ def test_spolia_ps_says_what_is_in_memory_and_why_the_rest_is_not():
         complete(url, "b")
         seconds = int(report(httpx.get(f"{url}/v1/models").json(), time.time()).splitlines()[2].split()[-3])
         assert 0 <= seconds <= 60
+
+
+def test_what_was_changed_outlives_an_unloading():
+    weights, block_bytes = 60 * MB, 128
+    config = ServerConfig(memory_bytes=2 * weights - MB)
+    with serving({"a": toy(weights), "b": toy(weights)}, config) as url:
+
+        def change(status: int, **wanted: Any) -> dict[str, Any]:
+            reply = httpx.post(f"{url}/v1/cache/config", json={"model": "a", **wanted}, timeout=60)
+            assert reply.status_code == status, reply.text
+            return reply.json()
+
+        assert complete(url, "a").status_code == 200
+        change(200, kv_memory=32 * block_bytes, kv_policy="slru", attach=[{"host": "1MiB"}])
+        assert complete(url, "b").status_code == 200
+        assert states(url)["a"] == "unloaded"
+        assert complete(url, "a").status_code == 200
+        eventually(lambda: change_of(url, "a") == (32 * block_bytes, "slru", ["host"]))
+
+
+def change_of(url: str, model: str) -> tuple[int, str, list[str]]:
+    config = httpx.get(f"{url}/v1/cache/config", params={"model": model}).json()
+    return config["kv_memory"], config["kv_policy"], [tier["name"] for tier in config["tiers"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from spolia.tiers import (
     FolderBackend,
     conversations,
     export_conversation,
+    family,
     import_conversation,
     open_extent,
     verify_folder,
@@ -144,3 +146,27 @@ def test_a_folder_that_is_not_ours_is_refused_and_stays_as_it_is(tmp_path):
         with pytest.raises(InvalidRequest, match="not a folder that --kv-disk has used"):
             command()
     assert [path.name for path in tmp_path.iterdir()] == ["letters.txt"]
+
+
+def test_what_goes_with_a_conversation_ends_where_others_branch_off():
+    trunk = headers(4)
+    one, two = (
+        [
+            replace(header, parent=trunk[1].digest if header.start == 0 else header.parent)
+            for header in headers(3, seed=s)
+        ]
+        for s in (1, 2)
+    )
+    known = [*trunk, *one, *two]
+    chain = [header.digest for header in trunk]
+
+    def gone(*args, **kwargs):
+        return [header for header in known if header.digest in family(known, *args, **kwargs)]
+
+    assert gone(chain, 0, is_alone=True) == trunk[2:]
+    assert gone(chain, 3, is_alone=True) == trunk[3:]
+    assert gone(chain[:2], 0, is_alone=True) == []  # others go on from there
+    assert gone(chain[:2], 0, is_alone=False) == known
+    assert gone(chain[:2], 1, is_alone=False) == known[1:]
+    assert gone([*chain[:2], one[0].digest], 0, is_alone=False) == one
+    assert gone([], 0, is_alone=False) == []

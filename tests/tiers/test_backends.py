@@ -7,8 +7,10 @@ import threading
 
 import pytest
 
+from spolia.tiers import find_headers
+
 from .backends import BACKENDS, BOUNDED
-from .samples import extent_of, headers
+from .samples import NAMESPACE, extent_of, headers
 
 SIZE = len(extent_of(headers(1)[0]))
 
@@ -153,3 +155,17 @@ def test_putting_again_takes_no_more_room(small_backend):
         assert small_backend.put(keys_of(4), values_of(4)) == [True] * 4
     assert small_backend.exists(keys_of(4)) == [True] * 4
     assert small_backend.health().num_bytes == 4 * SIZE
+
+
+def test_it_can_say_what_it_holds_and_of_whom(backend):
+    keys = keys_of(5)
+    backend.put(keys, values_of(5))
+    backend.put([b"\0" * 33], [memoryview(b"nothing that makes sense")])
+    assert {entry.key for entry in backend.entries()} == {*keys, b"\0" * 33}
+    found = [backend.read_header(key) for key in keys]
+    assert [header and header.encode() for header in found] == [header.encode() for header in headers(5)]
+    assert backend.read_header(b"\0" * 33) is None
+    assert backend.read_header(b"\1" * 33) is None
+    assert (find_headers(backend, {NAMESPACE}) or {}).keys() == set(keys)
+    assert find_headers(backend, {bytes(32)}) == {}
+    assert (find_headers(backend) or {}).keys() == {*keys, b"\0" * 33}

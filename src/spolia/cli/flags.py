@@ -6,7 +6,6 @@ A flag left out is None, so every default has one home: the settings' class, or 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +14,7 @@ import typer
 
 from spolia.cli.configuration import use_file
 from spolia.errors import InvalidRequest
+from spolia.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from spolia.engine import EngineConfig, SamplingParams
@@ -67,9 +67,6 @@ __all__ = [
 GENERATE_DEFAULTS: dict[str, Any] = {"max_tokens": 512, "temperature": 0.0}
 CHAT_DEFAULTS: dict[str, Any] = {"max_tokens": 1024, "temperature": 0.7}
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]i?|)b?", re.IGNORECASE)
-
 
 def parse_size(text: str) -> int:
     """Bytes of "2GiB", "512m", "1.5 GB" or "65536".
@@ -77,10 +74,10 @@ def parse_size(text: str) -> int:
     Raises:
         typer.BadParameter: anything else.
     """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size; write it like 2GiB, 512MiB or 65536")
-    return int(float(match["number"]) * _UNITS[match["unit"].lower()])
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def parse_url(text: str) -> str:

@@ -97,6 +97,7 @@ def add_folder_commands(app: typer.Typer) -> None:
         session: Annotated[str | None, typer.Option(help="Of a server: only this session's.")] = None,
         tenant: Annotated[str | None, typer.Option(help="Of a server: only this tenant's.")] = None,
         salt: Annotated[str | None, typer.Option(help="Of a server: only that of this cache_salt.")] = None,
+        pinned: Annotated[bool, typer.Option("--pinned", help="Of a server: also what is pinned.")] = False,
         model: ModelOption = None,
         api_key: ApiKeyOption = None,
     ) -> None:
@@ -109,4 +110,4 @@ def add_folder_commands(app: typer.Typer) -> None:
         body: dict[str, object] = {"prompt": prefix, "session": session, "tenant": tenant, "cache_salt": salt}
         if prefix is session is tenant is None:
             body["all" if salt is None else "namespace"] = True
-        operator.clear(place, api_key, {**body, "model": model})
+        operator.clear(place, api_key, {**body, "model": model, "pinned": pinned})

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from spolia.engine.core import EngineCore
 from spolia.errors import InvalidRequest, StorageUnavailable
 from spolia.kvcache import PrefixHit, make_policy
-from spolia.tiers import BLOCK_SIZE, Sealer, Tier, find_keys, key_of, pack_archive, payload_of, unpack_archive
+from spolia.tiers import (
+    BLOCK_SIZE,
+    ExtentHeader,
+    Sealer,
+    Tier,
+    family,
+    find_headers,
+    key_of,
+    pack_archive,
+    payload_of,
+    unpack_archive,
+)
 
 if TYPE_CHECKING:
     from spolia.engine.async_engine import AsyncEngine
@@ -19,6 +30,12 @@ if TYPE_CHECKING:
 __all__ = ["CacheAdmin", "ClearReport", "Lookup"]
 
 _LOOK_S = 0.01
+
+_DROPPED_S = 30.0
+"""Waiting for tiers to drop what was cleared."""
+
+_Found: TypeAlias = dict[bytes, ExtentHeader | None] | None
+"""What a tier has, by key; None: it cannot tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +45,12 @@ class Lookup:
     Attributes:
         hit: what a request would reuse now of what is on the device, and why no more.
         num_tier_tokens: from the first token on without a gap, by tier.
+        ranges: (start, stop, tier or "device") of what a request could have, in order, without gaps.
     """
 
     hit: PrefixHit
     num_tier_tokens: dict[str, int]
+    ranges: tuple[tuple[int, int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +61,13 @@ class ClearReport:
         num_tokens: on the device.
         num_tier_blocks: by tier; blocks that a tier may have had.
         unlisted: tiers that cannot say what they hold: there, only blocks that the device had were dropped.
+        kept_pins: pins because of which something may have stayed on the device.
     """
 
     num_tokens: int
     num_tier_blocks: dict[str, int]
     unlisted: tuple[str, ...]
+    kept_pins: tuple[int, ...] = ()
 
 
 class CacheAdmin:
@@ -68,9 +89,22 @@ class CacheAdmin:
         hit = await self._engine.call(lambda core: core.cache.explain(namespace, token_ids))
         tiers, keys, num_groups = await self._engine.call(lambda core: _names(core, namespace, token_ids))
         counts = await asyncio.gather(*(asyncio.to_thread(tier.count, keys) for tier in tiers))
+        ranges = [(0, hit.num_tokens, "device")] if hit.num_tokens else []
+        num_blocks, is_more = hit.num_tokens // BLOCK_SIZE, True
+        while is_more:
+            is_more = False
+            for tier in tiers:
+                count = await asyncio.to_thread(tier.count, keys[num_blocks * num_groups :]) // num_groups
+                if count:
+                    start = ranges[-1][1] if ranges else 0
+                    num_blocks, is_more = num_blocks + count, True
+                    if num_blocks * BLOCK_SIZE > start:
+                        ranges.append((start, num_blocks * BLOCK_SIZE, tier.name))
+                    break
         return Lookup(
             hit,
             {tier.name: count // num_groups * BLOCK_SIZE for tier, count in zip(tiers, counts, strict=True)},
+            tuple(ranges),
         )
 
     # -- Moving --------------------------------------------------------------------------------------------------------
@@ -155,69 +189,89 @@ class CacheAdmin:
 
     # -- Dropping ------------------------------------------------------------------------------------------------------
 
-    async def clear_prefix(self, token_ids: Sequence[int], *, cache_salt: str = "", tiers: bool = True) -> ClearReport:
-        """Drop all that begins with these tokens, but what running requests use."""
-        namespace = self._engine.namespace(cache_salt)
-        return await self._clear_tokens(namespace, token_ids, is_alone=False, tiers=tiers)
+    async def clear_prefix(
+        self, token_ids: Sequence[int], *, cache_salt: str = "", tiers: bool = True, pinned: bool = False
+    ) -> ClearReport:
+        """Drop all that begins with these tokens, and these back to where others branch off, but what requests use.
 
-    async def clear_tail(self, token_ids: Sequence[int], *, cache_salt: str = "", tiers: bool = True) -> ClearReport:
+        Tiers know whole blocks only: what differs from the tokens after their last whole block goes there, too.
+        """
+        return await self._clear_tokens(cache_salt, token_ids, is_alone=False, tiers=tiers, pinned=pinned)
+
+    async def clear_tail(
+        self, token_ids: Sequence[int], *, cache_salt: str = "", tiers: bool = True, pinned: bool = False
+    ) -> ClearReport:
         """Drop a conversation's tokens, from its end back to where others branch off."""
-        namespace = self._engine.namespace(cache_salt)
-        return await self._clear_tokens(namespace, token_ids, is_alone=True, tiers=tiers)
+        return await self._clear_tokens(cache_salt, token_ids, is_alone=True, tiers=tiers, pinned=pinned)
 
-    async def clear(self, namespaces: Collection[bytes] | None = None, *, tiers: bool = True) -> ClearReport:
-        """Drop all that is cached, of some namespaces or of all, but what running requests use."""
+    async def clear(
+        self, namespaces: Collection[bytes] | None = None, *, tiers: bool = True, pinned: bool = False
+    ) -> ClearReport:
+        """Drop all that is cached, of some namespaces or of all, but what running requests use.
 
-        def drop(core: EngineCore) -> int:
-            dropped = core.cache.clear() if namespaces is None else sum(map(core.cache.clear, namespaces))
+        Args:
+            pinned: what is pinned, too. Pins hold on the device: tiers drop their copies in any case.
+        """
+
+        def drop(core: EngineCore) -> tuple[int, list[int]]:
+            cleared: list[bytes | None] = [None] if namespaces is None else [*namespaces]
+            dropped = sum(core.cache.clear(namespace, pinned=pinned) for namespace in cleared)
             if tiers:
                 core.tiering.offloader.forget(lambda tag: namespaces is None or any(ns in tag for ns in namespaces))
-            return dropped
+            kept = () if pinned else core.cache.pins()
+            return dropped, [pin.id for pin in kept if namespaces is None or pin.namespace in namespaces]
 
-        num_tokens = await self._engine.call(drop)
-        return await self._clear_tiers(num_tokens, [], namespaces, None, tiers=tiers)
+        num_tokens, kept_pins = await self._engine.call(drop)
+        found = await self._find(namespaces) if tiers else {}
+        return ClearReport(num_tokens, *await self._discard(found, set()), tuple(kept_pins))
 
     async def _clear_tokens(
-        self, namespace: bytes, token_ids: Sequence[int], *, is_alone: bool, tiers: bool
+        self, cache_salt: str, token_ids: Sequence[int], *, is_alone: bool, tiers: bool, pinned: bool
     ) -> ClearReport:
-        def drop(core: EngineCore) -> tuple[int, list[bytes]]:
-            num_tokens, tags = core.cache.clear_prefix(namespace, token_ids, is_alone=is_alone)
+        namespace = self._engine.namespace(cache_salt)
+
+        def drop(core: EngineCore) -> tuple[int, set[bytes], list[bytes], int, tuple[int, ...]]:
+            num_tokens, tags = core.cache.clear_prefix(namespace, token_ids, is_alone=is_alone, pinned=pinned)
             keys = {key_of(tag) for tag in tags}
             if tiers:
                 core.tiering.offloader.forget(lambda tag: key_of(tag) in keys)
-            return num_tokens, list(keys)
+            chain = core.tiering.transfers.digests(namespace, token_ids)
+            num_kept = core.cache.probe(namespace, [*token_ids, 0]) // BLOCK_SIZE
+            pins = () if pinned else tuple(pin.id for pin in core.cache.pins(namespace, token_ids))
+            return num_tokens, keys, chain, num_kept, pins
 
-        num_tokens, keys = await self._engine.call(drop)
-        digest = None
-        if not is_alone:
-            _, names, num_groups = await self._engine.call(lambda core: _names(core, namespace, token_ids))
-            keys += names[-num_groups:]
-            digest = names[-1][:-1] if names else None
-        return await self._clear_tiers(num_tokens, keys, () if digest is None else None, digest, tiers=tiers)
-
-    async def _clear_tiers(
-        self,
-        num_tokens: int,
-        keys: list[bytes],
-        namespaces: Collection[bytes] | None,
-        digest: bytes | None,
-        *,
-        tiers: bool,
-    ) -> ClearReport:
-        """Drop blocks from the tiers: those keys, and what a tier that can be listed has of namespaces, or from a
-        digest on."""
+        num_tokens, keys, chain, num_kept, pins = await self._engine.call(drop)
         if not tiers:
-            return ClearReport(num_tokens, {}, ())
-        all_tiers = await self._engine.call(lambda core: core.tiering.mover.tiers)
-        dropped, unlisted = {}, []
-        for tier in all_tiers:
-            found = await asyncio.to_thread(_find, tier, namespaces, digest)
-            if found is None:
-                unlisted.append(tier.name)
-            doomed = list({*keys, *(found or ())})
+            return ClearReport(num_tokens, {}, (), pins)
+        found = await self._find({namespace})
+        headers = [header for of_one in found.values() for header in (of_one or {}).values() if header is not None]
+        doomed = family(headers, chain, num_kept, is_alone=is_alone)
+        chosen = {
+            tier: of_one and {key: header for key, header in of_one.items() if header and header.digest in doomed}
+            for tier, of_one in found.items()
+        }
+        return ClearReport(num_tokens, *await self._discard(chosen, keys), pins)
+
+    async def _find(self, namespaces: Collection[bytes] | None) -> dict[Tier, _Found]:
+        """What each tier has of some namespaces, or of all."""
+        tiers = await self._engine.call(lambda core: core.tiering.mover.tiers)
+        found = await asyncio.gather(*(asyncio.to_thread(_list, tier, namespaces) for tier in tiers))
+        return dict(zip(tiers, found, strict=True))
+
+    async def _discard(self, found: Mapping[Tier, _Found], keys: set[bytes]) -> tuple[dict[str, int], tuple[str, ...]]:
+        """Have the tiers drop what was found, and those keys; how many of each, and who cannot say what it holds."""
+        dropped, told = {}, []
+        for tier, of_one in found.items():
+            doomed = list({*keys, *(of_one or ())})
             dropped[tier.name] = len(doomed)
-            await self._engine.call(lambda core, tier=tier, doomed=doomed: core.tiering.mover.discard(tier, doomed))  # type: ignore[misc]
-        return ClearReport(num_tokens, dropped, tuple(unlisted))
+            told.append(
+                await self._engine.call(
+                    lambda core, tier=tier, doomed=doomed: core.tiering.mover.discard(tier, doomed)  # type: ignore[misc]
+                )
+            )
+        if told:
+            await asyncio.wait(map(asyncio.wrap_future, told), timeout=_DROPPED_S)
+        return dropped, tuple(tier.name for tier, of_one in found.items() if of_one is None)
 
     # -- Settings ------------------------------------------------------------------------------------------------------
 
@@ -246,11 +300,8 @@ def _names(core: EngineCore, namespace: bytes, token_ids: Sequence[int]) -> tupl
     return core.tiering.mover.tiers, keys, len(core.cache.groups)
 
 
-def _find(tier: Tier, namespaces: Collection[bytes] | None, digest: bytes | None) -> list[bytes] | None:
-    """What a tier has of that; None if it cannot tell."""
-    if namespaces is not None and not namespaces:
-        return []
+def _list(tier: Tier, namespaces: Collection[bytes] | None) -> _Found:
     try:
-        return find_keys(tier.backend, namespaces, digest)
-    except StorageUnavailable:
+        return find_headers(tier.backend, namespaces)
+    except Exception:  # a backend may be anybody's: it is told as one that cannot be listed
         return None

@@ -262,8 +262,6 @@ class Tiering:
         self._met: Counter[str] = Counter()
         self.transfers = Transfers(self)
         self._planner = Planner(clock)
-        if fetch == "planned":
-            mover.is_worth = self._is_worth
 
     @property
     def num_held(self) -> int:
@@ -389,7 +387,12 @@ class Tiering:
         chain.extend(ids)
         restore = None
         if not self._is_on_its_way(chain.digests[first]):
-            restore = self.mover.fetch(chain.digests[first:stop], first, self._encoding(sequence))
+            restore = self.mover.fetch(
+                chain.digests[first:stop],
+                first,
+                self._encoding(sequence),
+                is_worth=self._is_worth if self._fetch == "planned" else None,
+            )
         now_s = self._clock()
         is_free = self._fetch == "best_effort"
         if not is_free or restore is not None:

@@ -32,6 +32,9 @@ __all__ = ["Transfers"]
 
 Ids = NDArray[np.int32]
 
+_MAX_TRIES = 16
+"""To bring up what somebody waits for, while requests take the room for it."""
+
 
 @dataclass(slots=True, eq=False)
 class _Bring:
@@ -40,6 +43,7 @@ class _Bring:
     Attributes:
         ids: its tokens, and one more: who asks the cache for tokens gets all but the last.
         may_evict: others may have to make room for it.
+        num_tries: how often a restore was begun.
     """
 
     namespace: bytes
@@ -48,6 +52,7 @@ class _Bring:
     may_evict: bool
     future: Future[int] = field(default_factory=Future)
     restore: Restore | None = None
+    num_tries: int = 0
 
 
 class Transfers:
@@ -94,7 +99,10 @@ class Transfers:
                 self._begin(self._current)
             if not self._advance(self._current):
                 return
-            self._end(self._current)
+            if self._is_short(self._current):
+                self._begin(self._current)
+            else:
+                self._end(self._current)
 
     def cancel(self) -> None:
         """Bring nothing more."""
@@ -103,7 +111,12 @@ class Transfers:
         self._waiting.clear()
 
     def _begin(self, bring: _Bring) -> None:
-        first = self._num_here(bring) // BLOCK_SIZE
+        if bring.restore is not None:
+            self._tiering.mover.cancel(bring.restore)
+            bring.restore = None
+        bring.num_tries += 1
+        with self._tiering.cache.open_restore(bring.namespace, bring.ids) as lease:  # what is here was just used
+            first = lease.num_computed_tokens // BLOCK_SIZE
         digests = bring.chain.digests[first:]
         if digests and self._has_room(bring, 1):
             bring.restore = self._tiering.mover.fetch(digests, first, self._tiering.usual)
@@ -123,6 +136,17 @@ class Transfers:
             if not is_taken:
                 return True
         return is_done
+
+    def _is_short(self, bring: _Bring) -> bool:
+        """Whether the tiers had more than has come. While it was read, requests may have taken the room of what was
+        here, or brought the same blocks, which then went from one tier to another."""
+        return (
+            bring.may_evict
+            and bring.num_tries < _MAX_TRIES
+            and bring.restore is not None
+            and bool(bring.restore.num_found)
+            and self._num_here(bring) // BLOCK_SIZE < len(bring.chain.digests)
+        )
 
     def _end(self, bring: _Bring) -> None:
         if bring.restore is not None:
@@ -158,11 +182,16 @@ class Transfers:
         """Blocks that are to be written to a tier and are not yet."""
         return self._tiering.offloader.num_waiting_for(self.tier(tier))
 
-    def keys(self, namespace: bytes, token_ids: Seq[int]) -> list[bytes]:
-        """What the tiers call the whole blocks of these tokens, all groups of a block together."""
+    def digests(self, namespace: bytes, token_ids: Seq[int]) -> list[bytes]:
+        """Of the whole blocks of these tokens."""
         chain = KeyChain(namespace)
         chain.extend(np.asarray(token_ids, np.int32))
-        return [block_key(digest, group) for digest in chain.digests for group in range(len(self._tiering.pools))]
+        return chain.digests
+
+    def keys(self, namespace: bytes, token_ids: Seq[int]) -> list[bytes]:
+        """What the tiers call the whole blocks of these tokens, all groups of a block together."""
+        groups = range(len(self._tiering.pools))
+        return [block_key(digest, group) for digest in self.digests(namespace, token_ids) for group in groups]
 
     def tier(self, name: str) -> Tier:
         """

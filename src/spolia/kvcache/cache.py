@@ -362,37 +362,45 @@ class KVCache:
                 return PrefixHit(hit.num_tokens, len(ids), explanation)
         return hit
 
-    def clear(self, namespace: bytes | None = None) -> int:
+    def clear(self, namespace: bytes | None = None, *, pinned: bool = False) -> int:
         """Drop what is not leased, of one namespace or of all.
+
+        Args:
+            pinned: what is pinned, too.
 
         Returns:
             How many tokens were dropped.
         """
+        self._pins.lift_expired()
         eviction = Eviction(self._retention.clock(), MissReason.CLEARED, "clear")
         num_tokens = 0
         for cleared in [namespace] if namespace is not None else list(self._tree.roots):
             for node in reversed(list(self._tree.nodes(cleared))):
                 end = max(node.start, node.floor)
-                if not node.children and end < node.end:
+                if not node.children and end < node.end and (pinned or not node.standing.pins):
                     num_tokens += self._tree.cut(node, end, eviction)
             self._events.cleared(cleared)
             for node in self._tree.nodes(cleared):
-                for group in self._retention.window_queues:
+                for group in () if node.standing.pins and not pinned else self._retention.window_queues:
                     self._tree.give_up(node, group, self._evictor.unleased(node, group, node.blocks[group].size))
                 self._store_again(node)
         self.stats.num_cleared_tokens += num_tokens
         return num_tokens
 
-    def clear_prefix(self, namespace: bytes, token_ids: ArrayLike, *, is_alone: bool = False) -> tuple[int, list[Tag]]:
+    def clear_prefix(
+        self, namespace: bytes, token_ids: ArrayLike, *, is_alone: bool = False, pinned: bool = False
+    ) -> tuple[int, list[Tag]]:
         """Drop what is not leased of all that begins with these tokens, and of these what nothing else hangs on.
 
         Args:
             is_alone: only these tokens, and what is left of their last block, as far as nobody else uses them: what
                 goes on from them for more than that stays.
+            pinned: what is pinned, too.
 
         Returns:
             How many tokens were dropped, and what their blocks were called elsewhere.
         """
+        self._pins.lift_expired()
         ids = _as_ids(token_ids)
         path, length = self._tree.match(namespace, ids)
         if not path or (length < len(ids) and not is_alone):
@@ -410,7 +418,7 @@ class KVCache:
         num_tokens, tags = 0, list[Tag]()
         for node in doomed:
             end = max(node.start, node.floor)
-            if node.children or end >= node.end:
+            if node.children or end >= node.end or (node.standing.pins and not pinned):
                 continue
             before = [pool.num_free for pool in self._pools]
             self._events.removed(node.namespace, node.branch, end, node.end - end, "clear")
@@ -497,9 +505,14 @@ class KVCache:
         """Lift a pin; False if there is none of that id."""
         return self._pins.lift(pin_id)
 
-    def pins(self) -> tuple[Pin, ...]:
-        """Those that hold now, the oldest first."""
-        return self._pins.all()
+    def pins(self, namespace: bytes | None = None, token_ids: ArrayLike = ()) -> tuple[Pin, ...]:
+        """Those that hold now, the oldest first.
+
+        Args:
+            namespace: only those of one namespace.
+            token_ids: only those of what begins with these, or of their beginning.
+        """
+        return self._pins.of(namespace, _as_ids(token_ids))
 
     # -- Looking over it -----------------------------------------------------------------------------------------------
 

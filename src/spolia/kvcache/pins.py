@@ -79,7 +79,11 @@ class Pins:
             for pin_id in [pin.id for pin, _ in self._held.values() if pin.until is not None and pin.until <= now]:
                 self.lift(pin_id)
 
-    def all(self) -> tuple[Pin, ...]:
-        """Those that hold now, the oldest first."""
+    def of(self, namespace: bytes | None, ids: Ids) -> tuple[Pin, ...]:
+        """See `KVCache.pins`."""
         self.lift_expired()
-        return tuple(pin for pin, _ in self._held.values())
+        return tuple(
+            pin
+            for pin, held in self._held.values()
+            if namespace in (None, pin.namespace) and not (held[: len(ids)] != ids[: len(held)]).any()
+        )

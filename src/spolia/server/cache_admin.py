@@ -15,6 +15,7 @@ Where they take a prompt it is text, token ids, messages, or a session's.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spolia.engine import CacheAdmin, ClearReport, SamplingParams, Wish
-from spolia.errors import InvalidRequest
+from spolia.errors import InvalidRequest, Overloaded
 from spolia.server.access import current_caller, tenant_salt
 from spolia.server.answer import Answer
 from spolia.server.body import BodyDeadlines, read_body
@@ -30,12 +31,14 @@ from spolia.server.chat import encode_chat
 from spolia.server.config import ServerConfig
 from spolia.server.encoding import encode
 from spolia.server.errors import Forbidden
-from spolia.server.hot_changes import ConfigChange, apply_changes, describe
+from spolia.server.hot_changes import Change, ConfigChange, apply_changes, describe
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
 from spolia.server.sessions import find_session
 
 __all__ = ["CacheAdminEndpoints", "Selection", "select_ids", "warm"]
+
+logger = logging.getLogger("spolia.server")
 
 
 class Selection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -67,13 +70,14 @@ class MoveRequest(Selection, kw_only=True):
 class ClearRequest(Selection, kw_only=True):
     """Just one of: `all`, `tenant`, `namespace` (that of `cache_salt`), a prompt (all that begins with it), `session`.
 
-    `tiers` false leaves what lies in tiers.
+    `tiers` false leaves what lies in tiers; `pinned` true takes what is pinned, too.
     """
 
     all: bool = False
     namespace: bool = False
     tenant: str | None = None
     tiers: bool = True
+    pinned: bool = False
 
 
 async def select_ids(served: ServedModel, body: Selection) -> list[int]:
@@ -102,6 +106,8 @@ async def warm(served: ServedModel, body: WarmRequest, *, max_waiting: int) -> d
     Raises:
         InvalidRequest, Overloaded: as for a request with that prompt; or its pin has no room.
     """
+    if body.ttl is not None and not 0 < body.ttl < float("inf"):
+        raise InvalidRequest(f"ttl is {body.ttl}; it must be a positive number of seconds", param="ttl")
     ids = await select_ids(served, body)
     try:
         wishes = [] if body.priority is None else [Wish(body.priority, body.ttl)]
@@ -127,7 +133,9 @@ async def warm(served: ServedModel, body: WarmRequest, *, max_waiting: int) -> d
     if body.pin:
         namespace, ttl_s = _namespace(served, body.cache_salt), body.ttl
         pin = await served.engine.call(lambda core: core.cache.pin(namespace, ids, ttl_s))
-        done["pin"] = None if pin is None else pin.id
+        if pin is None:
+            raise Overloaded("pins may take half of the cache, and with this one they would take more; lift others")
+        done["pin"] = pin.id
     return done
 
 
@@ -138,6 +146,8 @@ class CacheAdminEndpoints:
         self._models = models
         self._config = config
         self._changing = asyncio.Lock()
+        self._made: dict[ServedModel, list[ConfigChange]] = {}  # to be made again when the model has been away
+        models.shelf.on_back = self._make_again
 
     def routes(self) -> list[Route]:
         return [
@@ -156,16 +166,18 @@ class CacheAdminEndpoints:
         served, body, admin = await self._read(request, Selection)
         ids = await select_ids(served, body)
         found = await admin.lookup(ids, cache_salt=_salt(body.cache_salt))
-        explanation = found.hit.explanation
+        explanation, ranges = found.hit.explanation, found.ranges
+        is_below = bool(ranges) and ranges[-1][1] > found.hit.num_tokens
         return _json(
             {
                 "object": "cache.lookup",
                 "model": served.name,
                 "num_tokens": len(ids),
                 "num_cached_tokens": found.hit.num_tokens,
-                "reason": explanation.reason.value,
+                "reason": f"in_{ranges[-1][2]}" if is_below else explanation.reason.value,
                 "divergence": explanation.divergence,
                 "tiers": found.num_tier_tokens,
+                "ranges": [{"start": start, "stop": stop, "source": source} for start, stop, source in ranges],
             }
         )
 
@@ -192,6 +204,7 @@ class CacheAdminEndpoints:
                 "num_tokens": report.num_tokens,
                 "num_tier_blocks": report.num_tier_blocks,
                 "unlisted_tiers": report.unlisted,
+                "kept_pins": report.kept_pins,
             }
         )
 
@@ -202,17 +215,17 @@ class CacheAdminEndpoints:
             raise InvalidRequest("send one of all, namespace, tenant, prompt, messages and session", param="all")
         salt = _salt(body.cache_salt)
         if body.all:
-            return await admin.clear(tiers=body.tiers)
+            return await admin.clear(tiers=body.tiers, pinned=body.pinned)
         if body.namespace:
-            return await admin.clear({served.engine.namespace(salt)}, tiers=body.tiers)
+            return await admin.clear({served.engine.namespace(salt)}, tiers=body.tiers, pinned=body.pinned)
         if body.tenant is not None:
             tenant = body.tenant
             known = await served.engine.call(lambda core: core.namespaces_of(tenant))
-            return await admin.clear(known | {_tenants_own(served, tenant)}, tiers=body.tiers)
+            namespaces = known | {_tenants_own(served, tenant)}
+            return await admin.clear(namespaces, tiers=body.tiers, pinned=body.pinned)
         ids = await select_ids(served, body)
-        if body.session is not None:
-            return await admin.clear_tail(ids, cache_salt=salt, tiers=body.tiers)
-        return await admin.clear_prefix(ids, cache_salt=salt, tiers=body.tiers)
+        clear = admin.clear_prefix if body.session is None else admin.clear_tail
+        return await clear(ids, cache_salt=salt, tiers=body.tiers, pinned=body.pinned)
 
     async def export(self, request: Request) -> Response:
         """The KV of a prompt or session as a file."""
@@ -241,8 +254,10 @@ class CacheAdminEndpoints:
         """Change them, one after the other; if one fails, those before it are undone."""
         served, body, admin = await self._read(request, ConfigChange)
         async with self._changing:
-            changes = await apply_changes(served, admin, body)
-        failed = next((change for change in changes if change.error is not None), None)
+            changes = await self._apply(served, admin, body)
+            failed = next((change for change in changes if change.error is not None), None)
+            if failed is None:
+                self._made.setdefault(served, []).append(body)
         content = {
             "object": "cache.config.change",
             "outcome": "done" if failed is None else "rolled_back",
@@ -253,6 +268,17 @@ class CacheAdminEndpoints:
             content["error"] = {"message": failed.error, "type": "invalid_request_error", "param": failed.change,
                                 "code": "rolled_back"}  # fmt: skip
         return Response(msgspec.json.encode(content), 200 if failed is None else 409, media_type="application/json")
+
+    async def _apply(self, served: ServedModel, admin: CacheAdmin, wanted: ConfigChange) -> list[Change]:
+        free_bytes = self._models.shelf.free_bytes(self._models.all())
+        return await apply_changes(served, admin, wanted, may_grow_bytes=free_bytes)
+
+    async def _make_again(self, served: ServedModel) -> None:
+        """A model has been loaded: what was changed before it was unloaded holds again."""
+        for wanted in self._made.get(served, ()):
+            for change in await self._apply(served, _admin(served), wanted):
+                if change.error is not None:
+                    logger.warning("model=%s %s is as at the start again: %s", served.name, change.change, change.error)
 
     async def _read(self, request: Request, kind: type[Any]) -> tuple[ServedModel, Any, CacheAdmin]:
         _refuse_other_sites(request)

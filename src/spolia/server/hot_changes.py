@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import re
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,30 +16,36 @@ from spolia.engine import AsyncEngine, CacheAdmin
 from spolia.errors import InvalidRequest, SpoliaError
 from spolia.kvcache import POLICIES
 from spolia.server.served import ServedModel
+from spolia.sizes import parse_bytes
 from spolia.tiers import Checksum, FolderBackend, HostBackend, Tier, TierUse, open_remote
 
 __all__ = ["Change", "ConfigChange", "apply_changes", "describe"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 Undo = Callable[[], Awaitable[None]]
 
 
 class AttachTier(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tier to be: `disk` (a folder), `host` (bytes of memory) or `remote` (a URL), just one of them."""
+    """A tier to be: `disk` (a folder), `host` (bytes of memory) or `remote` (a URL), just one of them.
+
+    Without a `name` it is called after what it is, "disk2" if there is a "disk".
+    """
 
     name: str | None = None
     disk: str | None = None
-    host: int | None = None
+    host: int | str | None = None
     remote: str | None = None
-    size: int | None = None
+    size: int | str | None = None
     write: Literal["write_through", "write_back", "selective"] | None = None
 
 
 class ConfigChange(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What to change, in this order."""
+    """What to change, in this order. Sizes are bytes, or text like "2GiB"."""
 
     model: str | None = None
     kv_policy: str | None = None
-    kv_memory: int | None = None
+    kv_memory: int | str | None = None
     detach: list[str] = []
     attach: list[AttachTier] = []
 
@@ -87,14 +95,19 @@ async def describe(served: ServedModel) -> dict[str, Any]:
     }
 
 
-async def apply_changes(served: ServedModel, admin: CacheAdmin, wanted: ConfigChange) -> list[Change]:
+async def apply_changes(
+    served: ServedModel, admin: CacheAdmin, wanted: ConfigChange, *, may_grow_bytes: int | None = None
+) -> list[Change]:
     """Make changes one after the other; if one fails, those before it are undone, the last first.
 
     What was evicted for a smaller cache is not brought back by undoing.
+
+    Args:
+        may_grow_bytes: by so much more KV at most; None: as far as there is memory.
     """
     changes: list[Change] = []
     undos: list[tuple[Change, Undo]] = []
-    for change, act in _acts(served, admin, wanted):
+    for change, act in _acts(served, admin, wanted, may_grow_bytes):
         changes.append(change)
         try:
             undos.append((change, await act()))
@@ -113,7 +126,7 @@ async def apply_changes(served: ServedModel, admin: CacheAdmin, wanted: ConfigCh
 
 
 def _acts(
-    served: ServedModel, admin: CacheAdmin, wanted: ConfigChange
+    served: ServedModel, admin: CacheAdmin, wanted: ConfigChange, may_grow_bytes: int | None
 ) -> Iterator[tuple[Change, Callable[[], Awaitable[Undo]]]]:
     """Each change, and what makes it and says how to undo it."""
     engine = served.engine
@@ -122,11 +135,12 @@ def _acts(
         yield policy, partial(_use_policy, admin, policy)
     if wanted.kv_memory is not None:
         memory = Change("kv_memory", None, wanted.kv_memory)
-        yield memory, partial(_resize, engine, memory)
+        yield memory, partial(_resize, engine, memory, may_grow_bytes)
     for name in wanted.detach:
         yield Change("detach", name, None), partial(_detach, engine, name)
     for spec in wanted.attach:
-        yield Change("attach", None, _name(spec)), partial(_attach, engine, spec)
+        attach = Change("attach", None, spec.name)
+        yield attach, partial(_attach, engine, spec, attach)
 
 
 async def _use_policy(admin: CacheAdmin, change: Change) -> Undo:
@@ -141,10 +155,19 @@ async def _use_policy(admin: CacheAdmin, change: Change) -> Undo:
     return undo
 
 
-async def _resize(engine: AsyncEngine, change: Change) -> Undo:
+async def _resize(engine: AsyncEngine, change: Change, may_grow_bytes: int | None) -> Undo:
     sizes = engine.sizes
     before = change.before = await engine.call(lambda core: sizes.num_bytes(core.cache))
-    await engine.resize(change.after)
+    wanted = _bytes(change.after, "kv_memory")
+    if may_grow_bytes is not None and wanted - before > max(0, may_grow_bytes):
+        raise InvalidRequest(
+            f"kv_memory is {wanted}, {wanted - before} more than now, and of the server's --memory "
+            f"{max(0, may_grow_bytes)} are free; ask for {before + max(0, may_grow_bytes)} at most, or unload a model",
+            param="kv_memory",
+        )
+    await engine.resize(wanted)
+    # Whole blocks, and no more than all sequences that may run could fill.
+    change.after = await engine.call(lambda core: sizes.num_bytes(core.cache))
 
     async def undo() -> None:
         await engine.resize(before)
@@ -163,8 +186,10 @@ async def _detach(engine: AsyncEngine, name: str) -> Undo:
     return undo
 
 
-async def _attach(engine: AsyncEngine, spec: AttachTier) -> Undo:
-    use = await asyncio.to_thread(_open, engine, spec)
+async def _attach(engine: AsyncEngine, spec: AttachTier, change: Change) -> Undo:
+    there = await engine.call(lambda core: {use.tier.name for use in core.tiering.uses})
+    use = await asyncio.to_thread(_open, engine, spec, there)
+    change.after = use.tier.name
     # Memory is the fastest: it comes first.
     await engine.attach_tier(use, 0 if spec.host is not None else None)
 
@@ -174,29 +199,57 @@ async def _attach(engine: AsyncEngine, spec: AttachTier) -> Undo:
     return undo
 
 
-def _open(engine: AsyncEngine, spec: AttachTier) -> TierUse:
+def _open(engine: AsyncEngine, spec: AttachTier, there: Collection[str]) -> TierUse:
     """
+    Args:
+        there: names of the tiers that there are.
+
     Raises:
         InvalidRequest: it says nothing that can be opened.
     """
     if sum(way is not None for way in (spec.disk, spec.host, spec.remote)) != 1:
         raise InvalidRequest("a tier to attach has one of disk, host and remote", param="attach")
-    if any(size is not None and size < 1 for size in (spec.host, spec.size)):
+    host, size = (None if given is None else _bytes(given, "attach") for given in (spec.host, spec.size))
+    if any(number is not None and number < 1 for number in (host, size)):
         raise InvalidRequest("the size of a tier is a number of bytes above 0", param="attach")
-    config = engine.config
-    if spec.host is not None:
-        tier = Tier(_name(spec), HostBackend(spec.host), sealer=Checksum())
+    config, name = engine.config, _name(spec, there)
+    if host is not None:
+        tier = Tier(name, HostBackend(host), sealer=Checksum())
         return TierUse(tier, spec.write or "write_back", is_exclusive=True)
     if spec.disk is not None:
         if "\0" in spec.disk or not Path(spec.disk).is_absolute():
             raise InvalidRequest(f"disk is {spec.disk!r}; give an absolute path", param="attach")
-        backend = FolderBackend(spec.disk, spec.size, ttl_s=config.kv_ttl_s)
-        return TierUse(Tier(_name(spec), backend, sealer=engine.sealer), spec.write or config.kv_write)
+        backend = FolderBackend(spec.disk, size, ttl_s=config.kv_ttl_s)
+        return TierUse(Tier(name, backend, sealer=engine.sealer), spec.write or config.kv_write)
     if "://" not in (spec.remote or ""):  # a path to import is for whoever starts the server
         raise InvalidRequest(f"remote is {spec.remote!r}; give a URL", param="attach")
     remote = open_remote(spec.remote or "", ttl_s=config.kv_ttl_s)
-    return TierUse(Tier(_name(spec), remote, sealer=engine.sealer), spec.write or config.kv_write)
+    return TierUse(Tier(name, remote, sealer=engine.sealer), spec.write or config.kv_write)
 
 
-def _name(spec: AttachTier) -> str:
-    return spec.name or ("host" if spec.host is not None else "disk" if spec.disk is not None else "remote")
+def _name(spec: AttachTier, there: Collection[str]) -> str:
+    """
+    Raises:
+        InvalidRequest: a name that can be none of a tier.
+    """
+    if spec.name is not None:
+        if spec.name == "device" or _NAME.fullmatch(spec.name) is None:
+            raise InvalidRequest(
+                f"a tier cannot be called {spec.name!r}; use letters, digits, '-', '_' and '.', and not \"device\", "
+                "which is the engine's own memory",
+                param="attach",
+            )
+        return spec.name
+    kind = "host" if spec.host is not None else "disk" if spec.disk is not None else "remote"
+    return next(name for number in count(1) if (name := kind if number == 1 else f"{kind}{number}") not in there)
+
+
+def _bytes(size: int | str, param: str) -> int:
+    """
+    Raises:
+        InvalidRequest: text that is no size.
+    """
+    try:
+        return size if isinstance(size, int) else parse_bytes(size)
+    except ValueError as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from None

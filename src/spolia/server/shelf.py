@@ -17,7 +17,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -67,6 +67,7 @@ class Shelf:
         self._placing = asyncio.Lock()  # one model comes or goes at a time: each measures what is left
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_loaded: Callable[[ServedModel, Future[AsyncEngine]], None] = lambda *_: None
+        self.on_back: Callable[[ServedModel], Awaitable[None]] = _nothing
 
     @property
     def is_at_rest(self) -> bool:
@@ -146,6 +147,10 @@ class Shelf:
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def free_bytes(self, models: Sequence[ServedModel]) -> int | None:
+        """What is left of its memory; None: it was not told how much that is."""
+        return None if self.memory_bytes is None else self.memory_bytes - sum(self.memory_of(models))
+
     def memory_of(self, models: Sequence[ServedModel]) -> tuple[int, int]:
         """Bytes of weights and of KV in memory."""
         engines = [served.engine for served in models if served.state == "ready"]
@@ -201,6 +206,8 @@ class Shelf:
             await _done(loading, None)
             if loading.exception() is not None:
                 served.loading = None  # the next request tries again
+            else:
+                await self.on_back(served)
 
     async def _make_room(
         self, served: ServedModel, size_bytes: Callable[[], int], models: Sequence[ServedModel]
@@ -267,6 +274,10 @@ async def _put_aside(served: ServedModel, engine: AsyncEngine) -> None:
     """End an engine; its sessions are for the next one."""
     await engine.aclose()
     served.aside = engine.sessions
+
+
+async def _nothing(_: ServedModel) -> None:
+    return
 
 
 async def _done(future: Future[AsyncEngine], timeout_s: float | None) -> None:

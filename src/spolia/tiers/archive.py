@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,8 @@ __all__ = [
     "Conversation",
     "conversations",
     "export_conversation",
-    "find_keys",
+    "family",
+    "find_headers",
     "headers",
     "import_conversation",
     "pack_archive",
@@ -37,6 +39,8 @@ _MAGIC = b"SPOLIAKX"
 _HEAD = struct.Struct("<8sII")
 _SIZE = struct.Struct("<Q")
 _VERSION = 1
+
+_NUM_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,30 +260,53 @@ def _split(data: memoryview, path: str) -> Iterator[memoryview]:
         offset += size
 
 
-def find_keys(
-    backend: StorageBackend, namespaces: Collection[bytes] | None = None, digest: bytes | None = None
-) -> list[bytes] | None:
-    """The keys of all that a backend holds, or of some namespaces, or from the block of a digest on, that included.
+def find_headers(
+    backend: StorageBackend, namespaces: Collection[bytes] | None = None
+) -> dict[bytes, ExtentHeader | None] | None:
+    """By key, what a backend holds of some namespaces; None: of all, and then headers are not read.
 
     Returns:
         None if it cannot say what it holds.
     """
     if not isinstance(backend, ListableBackend):
         return None
-    if namespaces is None and digest is None:
-        return [entry.key for entry in backend.entries()]
-    found = []
-    for entry in backend.entries():
-        header = backend.read_header(entry.key)
-        if header is not None and (namespaces is None or header.namespace in namespaces):
-            found.append(header)
-    if digest is None:
-        return [header.key for header in found]
-    reached = {digest}
-    for header in sorted(found, key=lambda header: header.start):  # parents before their children
-        if header.parent in reached:
-            reached.add(header.digest)
-    return [header.key for header in found if header.digest in reached]
+    keys = [entry.key for entry in backend.entries()]
+    if namespaces is None:
+        return dict.fromkeys(keys)
+    with ThreadPoolExecutor(_NUM_AT_ONCE) as threads:  # some backends are far away
+        headers = threads.map(backend.read_header, keys)
+        return {
+            key: header
+            for key, header in zip(keys, headers, strict=True)
+            if header is not None and header.namespace in namespaces
+        }
+
+
+def family(headers: Iterable[ExtentHeader], chain: Sequence[bytes], num_kept: int, *, is_alone: bool) -> set[bytes]:
+    """The digests of what goes if a conversation goes: its blocks, from its end back to where others branch off.
+
+        kept | b1 | b2 | b3 | ... the conversation
+                   `--- others                      goes: b3 and on; unless `is_alone`, what goes on from its end, too
+
+    Args:
+        headers: all that there is.
+        chain: the digests of the conversation's blocks.
+        num_kept: the first so many stay.
+        is_alone: what goes on from its end stays, and so do the blocks that lead there.
+    """
+    children: dict[bytes, set[bytes]] = {}
+    for header in headers:
+        children.setdefault(header.parent, set()).add(header.digest)
+    doomed: set[bytes] = set()
+    pending = [] if is_alone or not chain else [chain[-1]]
+    while pending:
+        doomed.add(digest := pending.pop())
+        pending += children.get(digest, set()) - doomed
+    for digest in reversed(chain[num_kept:]):
+        if not children.get(digest, set()) <= doomed:
+            break
+        doomed.add(digest)
+    return doomed
 
 
 def _chain(found: dict[bytes, ExtentHeader], last: ExtentHeader) -> list[ExtentHeader]:

@@ -68,11 +68,16 @@ class StorageBackend(Protocol):
 
 
 class Entry(NamedTuple):
-    """One value of a listing."""
+    """One value of a listing.
+
+    Attributes:
+        num_bytes: 0 where it would take a question for each to know.
+        used_s: seconds since the epoch; 0.0 where nobody notes it.
+    """
 
     key: bytes
     num_bytes: int
-    used_s: float  # seconds since the epoch
+    used_s: float
 
 
 @runtime_checkable
@@ -80,7 +85,7 @@ class ListableBackend(StorageBackend, Protocol):
     """A backend that can say what it holds, for `spolia cache`."""
 
     def entries(self) -> Iterable[Entry]:
-        """The least recently used first."""
+        """All that it holds, where it notes recency the least recently used first."""
 
     def read_header(self, key: bytes) -> ExtentHeader | None:
         """What an extent says of itself; None if it is gone, or makes no sense."""

@@ -46,6 +46,9 @@ _ALIGNMENT = 64
 
 SEAL_BYTES = 32
 
+MAX_HEADER_BYTES = 4_096
+"""More than any header has."""
+
 
 class ExtentError(Exception):
     """What was read is not the extent that was asked for; the message says in which respect."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from spolia.errors import InvalidRequest, StorageUnavailable
 
 from .backend import Buffer, Entry, Health
-from .extent import ExtentError, ExtentHeader
+from .extent import MAX_HEADER_BYTES, ExtentError, ExtentHeader
 from .keys import KEY_BYTES
 
 __all__ = ["FolderBackend"]
@@ -37,9 +37,6 @@ _STEP_NS = 1_000
 
 _LOOK_S = 10.0
 """How often to look for expired extents."""
-
-_HEADER_BYTES = 4_096
-"""More than any header has."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -147,7 +144,7 @@ class FolderBackend:
         """The header of an extent, without its payload; None if there is none that makes sense."""
         try:
             with open(self._path(key), "rb") as file:
-                beginning = file.read(_HEADER_BYTES)
+                beginning = file.read(MAX_HEADER_BYTES)
                 return ExtentHeader.peek(memoryview(beginning), os.fstat(file.fileno()).st_size)
         except (FileNotFoundError, ExtentError):
             return None

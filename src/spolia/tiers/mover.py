@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import islice
 from typing import NamedTuple
 
@@ -70,17 +71,26 @@ class Restore:
     The engine's thread takes runs from it; a reader fills it. `is_done` once nothing more will arrive.
 
     Attributes:
-        is_backward: from the last that can be had to the first, whatever that is worth.
+        is_backward: from the last that can be had to the first.
+        is_worth: asked on a reader's thread whether so many blocks, of so many bytes, are worth reading from a tier;
+            None: they are.
         num_found: blocks that the tiers say they have, from where it begins on; None: not yet asked.
         declined: the tier that reading on from is not worth while; None: nothing was declined.
     """
 
     def __init__(
-        self, digests: Sequence[bytes], first_block: int, encoding: Encoding, *, is_backward: bool = False
+        self,
+        digests: Sequence[bytes],
+        first_block: int,
+        encoding: Encoding,
+        *,
+        is_backward: bool = False,
+        is_worth: Callable[[Tier, int, int], bool] | None = None,
     ) -> None:
         self.digests = digests
         self.encoding = encoding
         self.is_backward = is_backward
+        self.is_worth = is_worth
         self.declined: Tier | None = None
         self.wanted = frozenset(digests)
         self.first_block = first_block
@@ -119,6 +129,10 @@ class _Store(NamedTuple):
     group: int = 0
     encoding: Encoding | None = None
 
+    @property
+    def keys(self) -> Sequence[bytes]:
+        return (self.key,)
+
     def extent(self) -> memoryview | None:
         """Ready to be sealed; None if the block cannot be encoded."""
         if self.encoding is None or self.encoding.codec is None:
@@ -137,6 +151,7 @@ class _Touch(NamedTuple):
 
 class _Delete(NamedTuple):
     keys: Sequence[bytes]
+    done: Future[None]
 
 
 class _Lane:
@@ -146,10 +161,35 @@ class _Lane:
         self.tier = tier
         self.buffers = BufferPool(staging_bytes)
         self.queue: queue.SimpleQueue[_Store | _Touch | _Delete | None] = queue.SimpleQueue()
-        self.pending: set[bytes] = set()  # keys handed over and not yet written; the engine's thread adds
         self.is_leaving = False
+        self._lock = threading.Lock()  # guards what follows
+        self._last: dict[bytes, _Store | _Delete] = {}  # by key: what becomes of it last of all that is in line
         self.thread = threading.Thread(target=run, args=(self,), name=f"spolia-{tier.name}-writer", daemon=True)
         self.thread.start()
+
+    def put(self, job: _Store | _Delete) -> None:
+        """Have it done after all that is in line."""
+        with self._lock:
+            for key in job.keys:
+                self._last[key] = job
+            self.queue.put(job)
+
+    def note_done(self, job: _Store | _Delete) -> None:
+        with self._lock:
+            for key in job.keys:
+                if self._last.get(key) is job:
+                    del self._last[key]
+
+    def has(self, key: bytes) -> bool:
+        """Whether the tier has this block once all that is in line is done."""
+        with self._lock:
+            last = self._last.get(key)
+        return self.tier.knows(key) if last is None else isinstance(last, _Store)
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks that wait to be written or dropped."""
+        return len(self._last)
 
 
 class Mover:
@@ -161,7 +201,6 @@ class Mover:
 
     Attributes:
         notify: called on threads of the mover's when something arrived or room was made.
-        is_worth: asked on a reader's thread whether so many blocks, of so many bytes, are worth reading from a tier.
     """
 
     def __init__(
@@ -174,7 +213,6 @@ class Mover:
     ) -> None:
         self.tiers = tuple(tiers)
         self.notify: Callable[[], None] = lambda: None
-        self.is_worth: Callable[[Tier, int, int], bool] = lambda tier, num_blocks, num_bytes: True
         self._block_bytes = encodings[0].block_bytes
         # Buffers take a block as it is, or any extent.
         self._buffer_bytes = [
@@ -217,7 +255,7 @@ class Mover:
 
     def has(self, tier: Tier, key: bytes) -> bool:
         """Whether a tier has this block, or is about to."""
-        return tier.knows(key) or key in self._lanes[tier.name].pending
+        return self._lanes[tier.name].has(key)
 
     def has_room(self, tier: Tier, group: int) -> bool:
         """Whether `store` would take a block of this group."""
@@ -232,42 +270,44 @@ class Mover:
         end = len(header) + len(block)
         buffer[: len(header)] = np.frombuffer(header, np.uint8)
         buffer[len(header) : end] = block
-        key = key_of(header)
-        lane.pending.add(key)
-        lane.queue.put(_Store(key, buffer, end + SEAL_BYTES, group, encoding))
+        lane.put(_Store(key_of(header), buffer, end + SEAL_BYTES, group, encoding))
         return True
 
     def touch(self, tier: Tier, keys: Sequence[bytes]) -> None:
         """Have a tier note that these were used, the first to be kept longest."""
         self._lanes[tier.name].queue.put(_Touch(keys))
 
-    def discard(self, tier: Tier, keys: Sequence[bytes]) -> None:
-        """Have a tier drop these. What is stored under them from now on stays."""
-        tier.forget(keys)
-        self._lanes[tier.name].queue.put(_Delete(keys))
+    def discard(self, tier: Tier, keys: Sequence[bytes]) -> Future[None]:
+        """Have a tier drop these, and what is in line to be stored under them. What is stored from now on stays.
+
+        Returns:
+            Done when the tier has been told.
+        """
+        job = _Delete(keys, Future())
+        self._lanes[tier.name].put(job)
+        return job.done
 
     def demote(self, tier: Tier, key: bytes, extent: memoryview) -> bool:
         """Copy an extent that leaves the tier above. Any thread; False if too much waits already."""
         lane = self._lanes.get(tier.name)
-        if lane is None or not tier.is_usable or tier.knows(key) or key in lane.pending:
+        if lane is None or not tier.is_usable or lane.has(key):
             return True
         buffer = lane.buffers.take(len(extent))
         if buffer is None:
             return False
         buffer.data[:] = extent
-        lane.pending.add(key)
-        lane.queue.put(_Store(key, buffer, len(extent)))
+        lane.put(_Store(key, buffer, len(extent)))
         return True
 
     @property
     def num_pending(self) -> int:
-        """Blocks that wait to be written."""
-        return sum(len(lane.pending) for lane in self._lanes.values())
+        """Blocks that wait to be written or dropped."""
+        return sum(lane.num_pending for lane in self._lanes.values())
 
     def num_pending_for(self, tier: Tier) -> int:
         """Of these, those for one tier."""
         lane = self._lanes.get(tier.name)
-        return 0 if lane is None else len(lane.pending)
+        return 0 if lane is None else lane.num_pending
 
     @property
     def run_blocks(self) -> int:
@@ -277,18 +317,24 @@ class Mover:
     # -- Up ------------------------------------------------------------------------------------------------------------
 
     def fetch(
-        self, digests: Sequence[bytes], first_block: int, encoding: Encoding, *, is_backward: bool = False
+        self,
+        digests: Sequence[bytes],
+        first_block: int,
+        encoding: Encoding,
+        *,
+        is_backward: bool = False,
+        is_worth: Callable[[Tier, int, int], bool] | None = None,
     ) -> Restore:
         """Begin to bring up blocks that were written in this encoding, `digests[0]` being that of `first_block`.
 
         Args:
-            is_backward: from the last on.
+            is_backward, is_worth: as `Restore` has them.
         """
         if not self._is_reading:
             self._is_reading = True
             for reader in self._readers:
                 reader.start()
-        restore = Restore(digests, first_block, encoding, is_backward=is_backward)
+        restore = Restore(digests, first_block, encoding, is_backward=is_backward, is_worth=is_worth)
         self._restores.put(restore)
         return restore
 
@@ -309,7 +355,7 @@ class Mover:
         """Wait until all that was handed over (for one tier) is written; False if that took longer. Any thread."""
         lanes = list(self._lanes.values()) if tier is None else [self._lanes[tier.name]]
         deadline_s = time.monotonic() + timeout_s
-        while any(lane.pending for lane in lanes):
+        while any(lane.num_pending for lane in lanes):
             if time.monotonic() >= deadline_s:
                 return False
             time.sleep(0.002)
@@ -343,6 +389,9 @@ class Mover:
                 lane.tier.touch(job.keys)
             elif isinstance(job, _Delete):
                 lane.tier.delete(job.keys)
+                lane.note_done(job)
+                if job.done.set_running_or_notify_cancel():  # else whoever waited for it has gone
+                    job.done.set_result(None)
             elif job is None:
                 if lane.is_leaving:
                     lane.tier.close()
@@ -354,7 +403,7 @@ class Mover:
             lane.tier.put([key for key, _ in ready], [extent for _, extent in ready])
         for store in stores:
             lane.buffers.give(store.buffer)
-            lane.pending.discard(store.key)
+            lane.note_done(store)
         self.notify()
 
     # -- The readers' threads ------------------------------------------------------------------------------------------
@@ -368,29 +417,48 @@ class Mover:
                 self.notify()
 
     def _bring(self, restore: Restore) -> None:
-        """Find out which tier has what, then read it run by run, until a block is not there."""
+        """Find out which tier has what, then read it run by run, until a block is nowhere."""
         restore.is_begun = True
         num_groups = len(self._block_bytes)
         keys = [block_key(digest, group) for digest in restore.digests for group in range(num_groups)]
-        segments = self._locate(keys[::-1] if restore.is_backward else keys, num_groups)
-        restore.num_found = sum(count for _, count in segments)
-        for tier, index, size in self._runs(restore, segments):
+        gap = None
+        while True:
+            first = gap or 0
+            segments = self._locate(keys[::-1] if restore.is_backward else keys[first * num_groups :], num_groups)
+            if restore.num_found is None:
+                restore.num_found = sum(count for _, count in segments)
+            missing = self._bring_from(restore, keys, segments, first)
+            # A block that a tier had may be in another by now; if it misses twice, it is lost.
+            if missing is None or missing == gap:
+                return
+            gap = missing
+
+    def _bring_from(
+        self, restore: Restore, keys: Sequence[bytes], segments: Sequence[tuple[Tier, int]], first: int
+    ) -> int | None:
+        """Read what was found; the index of the block that was not there after all, None if nothing is left to do."""
+        num_groups = len(self._block_bytes)
+        for tier, index, size in self._runs(restore, segments, first):
             run = self._read_run(restore, tier, keys[index * num_groups : (index + size) * num_groups], index)
-            if run is None:
-                return
-            if restore.is_backward and run.num_blocks < size:  # what lies behind the gap hangs in the air
-                self.give_back(run)
-                return
-            restore._arrived.append(run)
+            if restore.is_backward and run is not None and run.num_blocks < size:
+                self.give_back(run)  # what lies behind the gap hangs in the air
+                return None
+            if run is not None:
+                restore._arrived.append(run)
             if restore.is_cancelled:  # the engine may have looked before it arrived
                 while (late := restore.take_run()) is not None:
                     self.give_back(late)
-                return
-            self.notify()
-            if run.num_blocks < size:
-                return
+                return None
+            if run is not None:
+                self.notify()
+            num_read = 0 if run is None else run.num_blocks
+            if num_read < size:
+                return None if restore.is_backward else index + num_read
+        return None
 
-    def _runs(self, restore: Restore, segments: Sequence[tuple[Tier, int]]) -> Iterator[tuple[Tier, int, int]]:
+    def _runs(
+        self, restore: Restore, segments: Sequence[tuple[Tier, int]], first: int
+    ) -> Iterator[tuple[Tier, int, int]]:
         """(tier, index of its first block, size) of what to read next, decided when it is asked for."""
         if restore.is_backward:
             stop = restore.num_blocks
@@ -401,12 +469,13 @@ class Mover:
                     stop -= size
                     yield tier, stop, size
             return
-        index = 0
+        index = first
         for tier, count in segments:
             stop = index + count
             while index < stop:
                 num_bytes = (stop - index) * sum(restore.encoding.payload_bytes)
-                if not self.is_worth(tier, stop - index, num_bytes):  # each run has told more of how fast it is
+                is_worth = restore.is_worth  # each run has told more of how fast it is
+                if is_worth is not None and not is_worth(tier, stop - index, num_bytes):
                     restore.declined = tier
                     return
                 # Of a tier that was never read nobody knows how long a run will take.

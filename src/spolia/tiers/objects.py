@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from spolia.errors import InvalidRequest, StorageUnavailable
 
-from .backend import Buffer, Health
+from .backend import Buffer, Entry, Health
+from .extent import MAX_HEADER_BYTES, ExtentError, ExtentHeader
+from .keys import KEY_BYTES
 
 __all__ = ["ObjectBackend"]
 
@@ -69,6 +71,27 @@ class ObjectBackend:
         """It would take a listing to know."""
         return Health(None, None, None)
 
+    def entries(self) -> Iterator[Entry]:
+        """What is there now of all that use this place, by when it was written."""
+        try:
+            for page in self._obstore.list(self._store, prefix=_FOLDER):
+                for found in page:
+                    name = found["path"].rpartition("/")[2]
+                    if len(name) == 2 * KEY_BYTES:
+                        yield Entry(bytes.fromhex(name), found["size"], found["last_modified"].timestamp())
+        except (self._error, OSError, ValueError) as error:
+            raise _unavailable(error) from error
+
+    def read_header(self, key: bytes) -> ExtentHeader | None:
+        """The header of an extent; None if it is gone, or makes no sense."""
+        try:
+            found = self._obstore.get(self._store, _path(key), options={"range": (0, MAX_HEADER_BYTES)})
+            return ExtentHeader.peek(memoryview(found.bytes()), found.meta["size"])
+        except (FileNotFoundError, ExtentError):
+            return None
+        except (self._error, OSError) as error:
+            raise _unavailable(error) from error
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -104,9 +127,16 @@ class ObjectBackend:
         try:
             return list(self._threads.map(call, *arguments))
         except (self._error, OSError) as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise StorageUnavailable(f"the object store fails: {reason[0]}") from error
+            raise _unavailable(error) from error
+
+
+_FOLDER = "spolia-kv-1"
 
 
 def _path(key: bytes) -> str:
-    return f"spolia-kv-1/{key.hex()}"
+    return f"{_FOLDER}/{key.hex()}"
+
+
+def _unavailable(error: Exception) -> StorageUnavailable:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return StorageUnavailable(f"the object store fails: {reason[0]}")

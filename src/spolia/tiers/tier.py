@@ -103,6 +103,7 @@ class Tier:
         self._backoff_s = _FIRST_RETRY_S
         self._reason = ""
         self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._num_forgettings = 0
         self._num_hits = self._num_misses = self._num_refused = self._num_failures = 0
         self._num_read_bytes = self._num_written_bytes = 0
         self._read_bytes_per_s: float | None = None
@@ -159,6 +160,7 @@ class Tier:
     def forget(self, keys: Sequence[bytes]) -> None:
         """Take these for not there from now on; they are about to be deleted."""
         with self._lock:
+            self._num_forgettings += 1
             for key in keys:
                 self._known.pop(key, None)
 
@@ -171,7 +173,9 @@ class Tier:
             for start in range(0, len(keys), _EXISTS_BATCH):
                 for is_here in self.backend.exists(keys[start : start + _EXISTS_BATCH]):
                     if not is_here:
-                        self.forget(keys[count:])
+                        with self._lock:
+                            for key in keys[count:]:
+                                self._known.pop(key, None)
                         return count
                     count += 1
             return count
@@ -187,7 +191,7 @@ class Tier:
         with self._call() as is_usable:
             if not is_usable:
                 return payloads
-            started_s = self._clock()
+            started_s, num_forgettings = self._clock(), self._num_forgettings
             sizes = self.backend.get_into(keys, buffers)
             refused = []
             for i, (key, buffer, size) in enumerate(zip(keys, buffers, sizes, strict=True)):
@@ -198,7 +202,7 @@ class Tier:
                 except ExtentError as error:
                     logger.warning("tier=%s dropped block %s: %s", self.name, key.hex(), error)
                     refused.append(key)
-            self._note_read(keys, payloads, refused, self._clock() - started_s)
+            self._note_read(keys, payloads, refused, self._clock() - started_s, num_forgettings)
             if refused:
                 self.backend.delete(refused)
         return payloads
@@ -224,6 +228,7 @@ class Tier:
         with self._call() as is_usable:
             if is_usable:
                 self.backend.delete(keys)
+        self.forget(keys)  # who has read it meanwhile takes it for there
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """They were used; the first is to be kept longest."""
@@ -317,6 +322,7 @@ class Tier:
         payloads: Sequence[NDArray[np.uint8] | None],
         refused: Sequence[bytes],
         duration_s: float,
+        num_forgettings: int,
     ) -> None:
         num_bytes = sum(payload.nbytes for payload in payloads if payload is not None)
         with self._lock:
@@ -326,7 +332,8 @@ class Tier:
                     self._known.pop(key, None)
                 else:
                     self._num_hits += 1
-                    self._learn(key)
+                    if num_forgettings == self._num_forgettings:  # else it may have been deleted meanwhile
+                        self._learn(key)
             self._num_refused += len(refused)
             self._num_read_bytes += num_bytes
             if num_bytes and duration_s > 0:

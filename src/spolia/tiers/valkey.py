@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spolia.errors import InvalidRequest, StorageUnavailable
 
-from .backend import Buffer, Health
+from .backend import Buffer, Entry, Health
+from .extent import MAX_HEADER_BYTES, ExtentError, ExtentHeader
 
 __all__ = ["ValkeyBackend"]
 
 _PREFIX = b"spolia-kv-1:"
 _HEALTH_S = 5.0
+_SCANNED = 1_000
 
 
 class ValkeyBackend:
@@ -113,6 +115,23 @@ class ValkeyBackend:
             self._health = Health(num_entries, memory["used_memory"], memory.get("maxmemory") or None)
             self._asked_s = now_s
         return self._health
+
+    def entries(self) -> Iterator[Entry]:
+        """What is there now of all that use this database; the server knows what was used when, and does not tell."""
+        try:
+            for name in self._client.scan_iter(match=_PREFIX + b"*", count=_SCANNED):
+                yield Entry(name.removeprefix(_PREFIX), 0, 0.0)
+        except self._errors as error:
+            raise _unavailable(error) from error
+
+    def read_header(self, key: bytes) -> ExtentHeader | None:
+        """The header of an extent; None if it is gone, or makes no sense."""
+        name = _name(key)
+        size, beginning = self._pipeline(lambda pipe: pipe.strlen(name).getrange(name, 0, MAX_HEADER_BYTES - 1))
+        try:
+            return ExtentHeader.peek(memoryview(beginning), size)
+        except ExtentError:
+            return None
 
     def close(self) -> None:
         self._client.close()
