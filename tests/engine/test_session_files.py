@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 
 import pytest
 
-from spolia.engine import SessionStore, SessionTurn, UnknownSession
+from spolia.engine import SessionConflict, SessionStore, SessionTurn, UnknownSession
 from spolia.engine.session_files import SESSIONS_FOLDER, SessionFiles
 from spolia.tiers import AesGcm, Checksum, DocumentFolder
 
@@ -165,3 +166,54 @@ def test_the_latest_are_kept_where_there_are_too_many(place):
         os.utime(place.folder / SESSIONS_FOLDER / f"{session.id}.doc", (used_s, used_s))
     small = place.store(max_sessions=2)
     assert [found.id for found in small.all("")] == [session.id for session in sessions[2:]]
+
+
+def test_servers_that_share_a_folder_see_what_the_others_made_of_a_session(place):
+    one, two = place.store(), place.store()
+    mine = open_with_turns(one, salt="mine")
+    mine.saved.result(10)
+    theirs = two.get(mine.id, "mine")  # opened after the other server had started
+    assert theirs.token_ids == mine.token_ids
+    theirs.append([5, 6])
+    theirs.saved.result(10)
+    assert one.get(mine.id, "mine").token_ids == theirs.token_ids
+    mine.append([9])
+    mine.saved.result(10)
+    assert two.get(mine.id, "mine").token_ids == [*theirs.token_ids[:-1], 9] == mine.token_ids
+    with pytest.raises(UnknownSession):
+        two.get(mine.id, "theirs")
+
+
+def test_of_two_servers_that_change_a_session_at_once_the_second_is_told_and_nothing_is_lost(place):
+    one, two = place.store(), place.store()
+    mine = open_with_turns(one)
+    mine.saved.result(10)
+    theirs = two.get(mine.id, "")
+    before = list(mine.token_ids)
+    turns = [SessionTurn(session, [5], []) for session in (mine, theirs)]
+    for turn in turns:
+        turn.begin()
+    turns[0].finish([1], "")
+    mine.saved.result(10)
+    turns[1].finish([2], "")
+    assert isinstance(theirs.saved.exception(10), SessionConflict)
+    with pytest.raises(SessionConflict, match=f"has {len(before) + 2} tokens of it"):
+        asyncio.run(theirs.kept())
+    assert two.get(mine.id, "").token_ids == [*before, 5, 1]  # and can go on from there
+    theirs.append([3])
+    theirs.saved.result(10)
+    assert one.get(mine.id, "").token_ids == place.store().get(mine.id, "").token_ids == [*before, 5, 1, 3]
+
+
+def test_a_session_that_another_server_goes_on_with_does_not_expire_there(place):
+    one, two = place.store(), place.store()
+    mine = open_with_turns(one, ttl_s=100.0)
+    mine.saved.result(10)
+    place.clock.now_s += 60
+    two.get(mine.id, "").append([5])
+    two.get(mine.id, "").saved.result(10)
+    place.clock.now_s += 60
+    assert one.all("") == []
+    one.end()
+    assert [path.stem for path in place.files()] == [mine.id]
+    assert one.get(mine.id, "").token_ids[-1] == 5

@@ -412,7 +412,11 @@ def assert_marked(engine: Engine) -> int:
 @pytest.mark.parametrize("windows", [(None,), (None, 40)])
 def test_engines_that_round_and_that_do_not_share_a_folder_and_give_nobody_the_others_kv(tmp_path, windows):
     marked: list[int] = []
-    random_traffic(0, tmp_path, windows, (ToyCodec(), None), after=lambda engine: marked.append(assert_marked(engine)))
+    for seed in range(20):  # what has been written when an engine ends, and can come back, is up to the machine
+        codecs = (ToyCodec(), None)
+        random_traffic(seed, tmp_path, windows, codecs, after=lambda engine: marked.append(assert_marked(engine)))
+        if max(marked) > 0:
+            break
     assert max(marked) > 0
 
 

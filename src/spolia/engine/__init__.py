@@ -39,6 +39,7 @@ from spolia.engine.outputs import (
 from spolia.engine.request import Request, Sequence
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
+from spolia.engine.session_files import SessionConflict
 from spolia.engine.sessions import Session, SessionBusy, SessionStore, SessionTurn, UnknownSession
 from spolia.generation import BeamParams, ContrastiveParams, SamplingParams, StructuredOutput, TokenLogprobs
 from spolia.kvcache import (
@@ -113,6 +114,7 @@ __all__ = [
     "Sequence",
     "Session",
     "SessionBusy",
+    "SessionConflict",
     "SessionStore",
     "SessionTurn",
     "StepPlan",

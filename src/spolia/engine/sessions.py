@@ -8,7 +8,9 @@ out, keys in another order) costs the cache from there on. A session never rende
 the ids that are there, so all of a turn's history is reused as long as the cache holds it.
 
 A session has one turn at a time. Only an answer that was completed becomes part of it. With `SessionFiles` they outlive
-the process: each is written when it changes, and found again, with what is left of its time.
+the process: each is written when it changes, and found again, with what is left of its time. Several servers may share
+a folder: each sees what the others made of a session when it is asked for it, and two that change one at the same time
+are not both right: the second is told.
 """
 
 from __future__ import annotations
@@ -76,9 +78,15 @@ class Session:
         return len(self.token_ids)
 
     async def kept(self, timeout_s: float = 2.0) -> None:
-        """Wait until it is on disk as it is now, if it is to be, but no longer than that: a disk may hang."""
+        """Wait until it is on disk as it is now, if it is to be, but no longer than that: a disk may hang.
+
+        Raises:
+            SessionConflict: another server has changed it since it was last looked at here.
+        """
         if self.saved is not None and not self.saved.done():
             await asyncio.wait([asyncio.wrap_future(self.saved)], timeout=timeout_s)
+        if self.saved is not None and self.saved.done() and (error := self.saved.exception()) is not None:
+            raise error
 
     def append(self, token_ids: Sequence[int], messages: Sequence[Mapping[str, Any]] = ()) -> None:
         """Add what somebody said; a turn that ends here can be rewound to."""
@@ -220,6 +228,23 @@ class SessionStore:
             session.token_ids, session.messages, session.marks = one.token_ids, one.messages, one.marks
             self._open[session.id] = session
 
+    def _look_again(self, session_id: str) -> Session | None:
+        """A session as it is now, also if another process has opened or changed it."""
+        session = self._open.get(session_id)
+        is_changing = session is not None and (
+            session.is_busy or (session.saved is not None and not session.saved.done())
+        )
+        if self._files is None or is_changing or (kept := self._files.newer(session_id)) is None:
+            return session
+        if session is None:
+            now_s = self._clock()
+            session = Session(kept.id, kept.cache_salt, now_s, now_s, kept.ttl_s, on_change=self._save)
+            with self._lock:
+                self._open[session.id] = session
+        session.token_ids, session.messages, session.marks = kept.token_ids, kept.messages, kept.marks
+        session.saved = None
+        return session
+
     def _save(self, session: Session) -> None:
         if self._files is not None and session.id in self._open:
             kept = KeptSession(
@@ -261,7 +286,7 @@ class SessionStore:
             UnknownSession: it was never opened, was closed, has expired, or belongs to somebody else.
         """
         self.expire()
-        session = self._open.get(session_id)
+        session = self._look_again(session_id)
         if session is None or session.cache_salt != cache_salt:
             raise UnknownSession(
                 f"no session {session_id!r} is open here; open one with POST /v1/sessions", param="session"
@@ -316,7 +341,8 @@ class SessionStore:
             for session in gone:
                 del self._open[session.id]
         for session in gone:
-            self._forget(session)
+            if self._files is None or not self._files.is_used_elsewhere(session.id):
+                self._forget(session)
 
     def end(self, timeout_s: float = 10.0) -> None:
         """The process is about to end: write what waits to be written, for so long at most."""

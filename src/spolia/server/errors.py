@@ -5,7 +5,8 @@ Anthropic's          {"type": "error", "error": {"type", "message"}}     under /
 Ollama's             {"error": "message"}                                under /api
 
 InvalidRequest 400 · Unauthorized 401 · Forbidden 403 · UnknownModel, UnknownThing, UnknownSession 404 ·
-BodyTooSlow 408 · SessionBusy 409 · BodyTooLarge 413 · Overloaded 429 · NotReady 503 · TookTooLong 504 · others 500
+BodyTooSlow 408 · SessionBusy, SessionConflict 409 · BodyTooLarge 413 · Overloaded 429 · NotReady 503 ·
+TookTooLong 504 · others 500
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spolia.engine import SessionBusy, UnknownSession
+from spolia.engine import SessionBusy, SessionConflict, UnknownSession
 from spolia.errors import InvalidRequest, NotReady, Overloaded, SpoliaError, UnknownModel
 
 __all__ = [
@@ -96,6 +97,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnknownThing, 404, "invalid_request_error", "not_found"),
     (UnknownSession, 404, "invalid_request_error", "session_not_found"),
     (SessionBusy, 409, "invalid_request_error", "session_busy"),
+    (SessionConflict, 409, "invalid_request_error", "session_conflict"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
     (Unauthorized, 401, "authentication_error", "invalid_api_key"),

@@ -10,9 +10,10 @@ to somebody else is not read. Its modification time says when it was last used.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -81,6 +82,32 @@ class DocumentFolder:
             with suppress(OSError):
                 part.unlink()
             raise StorageUnavailable(f"{self._path(name)} cannot be written: {error.strerror}") from error
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Meanwhile no other process that asks for it writes here.
+
+        Raises:
+            StorageUnavailable: the folder cannot be written to.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StorageUnavailable(f"{self.folder} cannot be written to: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def state(self, name: str) -> tuple[int, int, int] | None:
+        """Changes whenever the document does, or its use; None: it is not there."""
+        try:
+            status = self._path(name).stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
     def touch(self, name: str) -> None:
         """It was used just now; nothing if it is not there."""
