@@ -116,7 +116,7 @@ def test_names_that_are_no_header_do_not_get_into_one(toy_url: str):
     asked = {"a\r\nset-cookie: x=1": 1, "é": 2, "": 3, "x" * 1000: 4, "a,b": 5}
     reply = post(toy_url, "/v1/completions", **DIALECTS["/v1/completions"], **asked)
     assert reply.status_code == 200, reply.text
-    assert reply.headers["x-spolia-ignored"] == "?,?,?,?,?"
+    assert reply.headers["x-spolia-ignored"] == f"?,?,?,{'x' * 64}...,?"
     assert "set-cookie" not in reply.headers
 
 

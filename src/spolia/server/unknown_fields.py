@@ -16,6 +16,7 @@ __all__ = ["ignored_fields", "nearest"]
 _MAX_UNKNOWN = 64  # each is compared with every known name
 _FIT_FOR_A_HEADER = re.compile(r"[\w.\[\]-]{1,80}", re.ASCII)
 _NEAR = 0.8
+_MAX_SHOWN = 64
 
 # Of other servers, and spelt nearly like one of ours that means something else.
 _OTHERS = frozenset(
@@ -44,7 +45,7 @@ def ignored_fields(body: bytes, kind: type[msgspec.Struct]) -> tuple[str, ...]:
     unknown: list[str] = []
     try:
         for path, name, known, is_strict in _unknown(body, kind, ""):
-            shown = f"{path}{name}"
+            shown = f"{path}{name if len(name) <= _MAX_SHOWN else name[:_MAX_SHOWN] + '...'}"
             if meant := nearest(name, known):
                 raise InvalidRequest(
                     f"there is no field `{shown}`; did you mean `{path}{meant}`?", param=shown, code="unknown_field"
@@ -69,7 +70,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` is a misspelling of; None if it seems to be another word."""
     from difflib import get_close_matches
 
-    if name in _OTHERS or len(name) > 64:
+    if name in _OTHERS or len(name) > _MAX_SHOWN:
         return None
     plain = {each.replace("_", ""): each for each in known}
     near = get_close_matches(name.lower().replace("-", "").replace("_", ""), plain, 1, _NEAR)

@@ -1,0 +1,142 @@
+"""What nobody may do, at every path that the server's own document lists."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from spolia.server import ServerConfig
+
+from .harness import chatty_engine, serving
+
+ADMIN, USER = "sk-admin-0123456789", "sk-user-0123456789"
+KEYS = f"""
+[[keys]]
+name = "admin"
+key = "{ADMIN}"
+admin = true
+[[keys]]
+name = "user"
+key = "{USER}"
+"""
+OPEN = {"/", "/health", "/livez", "/readyz", "/version", "/api/version", "/static/{name}"}
+MAX_BODY_BYTES = 1 << 20
+
+BOMBS = {
+    "deep": b'{"model": "toy", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep objects": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    "huge number": b'{"model": "toy", "max_tokens": ' + b"9" * 500_000 + b"}",
+    "huge exponent": b'{"model": "toy", "temperature": 1e999999999, "prompt": "x"}',
+    "many keys": b"{" + b",".join(b'"k%d":0' % number for number in range(60_000)) + b"}",
+    "one key often": b"{" + b",".join([b'"model":"toy"'] * 60_000) + b"}",
+    "long key": b'{"' + b"temperatur" * 90_000 + b'": 1}',
+    "no text": b'{"model": "\xff\xfe"}',
+}
+
+
+class Path(NamedTuple):
+    method: str
+    template: str
+
+    @property
+    def filled(self) -> str:
+        return self.template.replace("{pin_id}", "1").replace("{id_slot}", "0").replace("{", "").replace("}", "")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("security")
+    (folder / "keys.toml").write_text(KEYS)
+    (folder / "slots").mkdir()
+    engine = chatty_engine(num_blocks=64)
+    config = ServerConfig(keys=folder / "keys.toml", max_body_bytes=MAX_BODY_BYTES, slot_save_path=folder / "slots")
+    with serving({"toy": engine}, config) as url:
+        yield url
+    asyncio.run(engine.aclose())
+
+
+@pytest.fixture(scope="module")
+def paths(url: str) -> list[Path]:
+    document = httpx.get(f"{url}/openapi.json", headers=key(ADMIN)).raise_for_status().json()
+    found = [Path(method.upper(), path) for path, methods in document["paths"].items() for method in methods]
+    assert len(found) > 50
+    return found
+
+
+def key(text: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {text}"}
+
+
+def send(url: str, path: Path, **options: Any) -> httpx.Response:
+    return httpx.request(path.method, url + path.filled, timeout=60, verify=False, trust_env=False, **options)
+
+
+@pytest.mark.parametrize("headers", [{}, key("sk-wrong"), {"x-api-key": ""}, {"authorization": f"Basic {ADMIN}"}])
+def test_no_path_but_the_open_ones_answers_without_a_right_key(url: str, paths: list[Path], headers: dict[str, str]):
+    for path in paths:
+        if path.template not in OPEN:
+            assert send(url, path, headers=headers).status_code == 401, path
+
+
+def test_what_tells_of_everybody_is_for_admins(url: str, paths: list[Path]):
+    for path in paths:
+        if path.template.startswith(("/v1/cache", "/metrics", "/slots", "/props", "/api/pull", "/api/ps")):
+            assert send(url, path, headers=key(USER)).status_code == 403, path
+
+
+def test_no_path_reads_a_body_beyond_the_limit(url: str, paths: list[Path]):
+    taken = {"/v1/cache/import"}  # files are larger; it has a limit of its own
+    with_body = [path for path in paths if path.method == "POST" and path.template not in taken]
+    for path in with_body:
+        status = send(url, path, headers=key(ADMIN), content=b" " * (MAX_BODY_BYTES + 1)).status_code
+        assert status == 413 or path.template == "/slots/{id_slot}", (path, status)
+    large = (b" " * 65_536 for _ in range(MAX_BODY_BYTES // 65_536 + 1))  # without a declared length
+    assert send(url, Path("POST", "/v1/completions"), headers=key(ADMIN), content=large).status_code == 413
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_no_body_is_a_bomb(url: str, paths: list[Path], bomb: str):
+    spent_s = time.process_time()
+    for path in paths:
+        if path.method == "POST":
+            reply = send(url, path, headers=key(ADMIN), content=BOMBS[bomb])
+            assert reply.status_code < 500, (path, reply.text[:200])
+            assert reply.status_code < 400 or len(reply.content) < 4_000, path
+            assert len(str(reply.headers)) < 4_000, path
+    assert time.process_time() - spent_s < 60  # the server is in this process, and it is a second or two
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("name", ["../../../etc/passwd", "..%2f..%2fetc%2fpasswd", "/etc/passwd", "....//etc/passwd"])
+def test_no_name_leads_out_of_its_folder(url: str, name: str):
+    """Of files of the page, models, sessions, streams, responses, and of the files of slots."""
+    for place in ("static", "v1/models", "v1/sessions", "v1/streams", "v1/responses", "v1/cache/explain"):
+        reply = httpx.get(f"{url}/{place}/{name}", headers=key(ADMIN))
+        assert reply.status_code == 404, (place, reply.text[:200])
+        assert "root:" not in reply.text
+    for path in ("/v1/completions", "/api/show", "/api/chat", "/tokenize"):
+        reply = httpx.post(url + path, json={"model": name, "prompt": "x"}, headers=key(ADMIN))
+        assert reply.status_code == 404, (path, reply.text[:200])
+    for action in ("save", "restore"):
+        reply = httpx.post(f"{url}/slots/0?action={action}", json={"filename": name}, headers=key(ADMIN))
+        assert reply.status_code == 400, reply.text
+
+
+def test_nothing_that_is_sent_comes_back_as_a_header_or_as_a_template(url: str):
+    evil = "x\r\nset-cookie: a=b"
+    for path, body in {
+        "/v1/completions": {"model": evil, "prompt": "x"},
+        "/v1/chat/completions": {"model": "toy", "messages": [{"role": evil, "content": "x"}], "max_tokens": 1},
+        "/v1/sessions": {"model": "toy", "cache_salt": evil},
+    }.items():
+        reply = httpx.post(url + path, json=body, headers={**key(ADMIN), "x-request-id": "a b\tc"}, timeout=60)
+        assert "set-cookie" not in reply.headers
+        assert "a b" not in str(reply.headers)
+    said = [{"role": "user", "content": "{{ 7 * 7 }} {% raw %}"}]
+    reply = httpx.post(f"{url}/apply-template", json={"model": "toy", "messages": said}, headers=key(ADMIN))
+    assert "{{ 7 * 7 }} {% raw %}" in reply.json()["prompt"]
