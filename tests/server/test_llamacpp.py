@@ -190,6 +190,21 @@ def test_restoring_into_a_cache_that_has_a_part_of_it_already(tmp_path: Path):
         assert ask(url, PROMPT)["content"] == expected["content"]
 
 
+def test_a_slot_takes_the_salt_that_it_is_told(tmp_path: Path):
+    with slot_server(tmp_path) as url:
+        ask(url, PROMPT, id_slot=0, cache_salt="mine")
+        act(url, 0, "save", filename="salted")
+        ask(url, PROMPT, id_slot=1)
+        act(url, 1, "save", filename="plain")
+        assert act(url, 0, "restore", filename="plain").status_code == 400
+        assert act(url, 0, "restore", filename="plain", cache_salt="").json()["n_restored"] == 48
+        act(url, 0, "erase")
+    with slot_server(tmp_path) as url:
+        assert act(url, 0, "restore", filename="salted").status_code == 400
+        assert act(url, 0, "restore", filename="salted", cache_salt="mine").json()["n_restored"] == 48
+        assert ask(url, PROMPT, cache_salt="mine")["tokens_cached"] == 48
+
+
 def test_an_erased_slot_is_empty_and_goes_first(tmp_path: Path):
     with slot_server(tmp_path) as url:
         ask(url, PROMPT, id_slot=2)

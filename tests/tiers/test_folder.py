@@ -245,3 +245,21 @@ def test_what_nobody_used_for_too_long_goes_at_the_start_and_by_and_by(tmp_path)
     assert backend.exists(keys_of(3)) == [True, False, False]
     now_s += 200
     assert FolderBackend(tmp_path, ttl_s=100, clock=lambda: now_s).health().num_entries == 0
+
+
+def test_files_that_go_while_the_folder_is_listed_take_no_others_with_them(tmp_path, monkeypatch):
+    backend = fill(tmp_path, 40)
+    gone = []
+    scandir = os.scandir
+
+    def listed_late(folder):
+        entries = list(scandir(folder))
+        for entry in entries[: len(gone) < 3]:
+            if entry.is_file():
+                os.unlink(entry.path)
+                gone.append(entry.path)
+        return iter(entries)
+
+    monkeypatch.setattr(os, "scandir", listed_late)
+    assert len(list(backend.entries())) == 40 - len(gone)
+    assert gone

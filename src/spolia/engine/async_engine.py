@@ -197,7 +197,7 @@ class AsyncEngine:
             InvalidRequest: the prompt and `max_tokens` do not fit the context.
             Overloaded, Bug: as `generate`.
         """
-        run = BeamRun(self._engine.admission, prompt, params or BeamParams())
+        run = BeamRun(self._admission, prompt, params or BeamParams())
         while not run.is_over:
             streams = [self.generate(ids, each, cache_salt=cache_salt, tenant=tenant) for ids, each in run.requests()]
             try:

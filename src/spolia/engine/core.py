@@ -17,7 +17,7 @@ from spolia.engine.request import Request, Sequence, text_stream
 from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
 from spolia.engine.tiering import Tiering
-from spolia.errors import InvalidRequest, ModelError, SpoliaError
+from spolia.errors import InvalidRequest, ModelError, Overloaded, SpoliaError
 from spolia.generation import DraftCount, Sampler, Samples, TextStream
 from spolia.kernels import BLOCK_SIZE, Executable
 from spolia.kvcache import KVCache
@@ -26,6 +26,11 @@ __all__ = ["EngineCore", "Observer", "StepStats"]
 
 _MAX_NAMESPACES = 4_096
 """Whose tenants are kept in mind."""
+
+_SMALLER = (
+    "the KV cache was made smaller while this request was on its way, and has no room for it any more; lower "
+    "max_tokens or shorten the prompt"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,6 @@ class EngineCore:
         self._tiering = tiering
         self._drafter = drafter
         self._check = check
-        self._max_batch_tokens = max_batch_tokens
         self._scheduler = Scheduler(
             cache,
             max_batch_tokens=max_batch_tokens,
@@ -118,17 +122,6 @@ class EngineCore:
         self._num_rounded: Counter[str] = Counter()
         self._drafts: dict[str, DraftCount] = {}
         self._stats = self._snapshot()
-
-    def set_max_batch_tokens(self, max_batch_tokens: int) -> None:
-        """Change the token budget of the next steps: from one a lane to what the engine was made with. Answers stay.
-
-        Raises:
-            ValueError: out of that range.
-        """
-        low, high = self._scheduler.max_sequences, self._max_batch_tokens
-        if not low <= max_batch_tokens <= high:
-            raise ValueError(f"max_batch_tokens is {max_batch_tokens}; it must be from {low} to {high}")
-        self._scheduler.max_batch_tokens = max_batch_tokens
 
     @property
     def max_batch_tokens(self) -> int:
@@ -167,6 +160,13 @@ class EngineCore:
     def in_flight(self) -> Iterable[Sequence]:
         """All that have not ended, those included that wait for other tiers."""
         return list(self._by_id.values())
+
+    def can_end(self, sequence: Sequence) -> bool:
+        """Whether it, and the other of its pair, has room for the longest answer when all others have given way."""
+        num_tokens = sequence.max_kept_tokens
+        if sequence.guide is not None:  # each may begin a block more than its tokens fill
+            num_tokens += sequence.guide.max_kept_tokens + 2 * self.cache.block_size
+        return self.cache.fits(num_tokens, self.max_batch_tokens)
 
     def note_resized(self) -> None:
         """The cache has another size."""
@@ -213,6 +213,9 @@ class EngineCore:
             sequence.pair_with(Sequence(request.guide, TextStream(token_bytes)))
         elif self._drafter is not None and params.context_shift is None:  # guesses go by places, which shift
             sequence.guesser = self._drafter.guesser(request, sequence.token_ids)
+        if not self.can_end(sequence):  # it was admitted for pools that have been made smaller since
+            self._deltas.append((request.request_id, Overloaded(_SMALLER)))
+            return
         self._by_id[request.request_id] = sequence
         if request.tenant.name:
             self._tenants[request.namespace] = request.tenant.name

@@ -79,7 +79,7 @@ class PoolSizes:
         withheld = core.cache.resize(counts)
         if withheld is None:
             raise Overloaded(f"running requests hold more than {kv_bytes} bytes of KV; try again when fewer run")
-        if not all(core.cache.fits(sequence.max_kept_tokens, self.max_batch_tokens) for sequence in core.in_flight):
+        if not all(map(core.can_end, core.in_flight)):
             core.cache.resize(before)
             raise Overloaded(f"a request that has not ended could not be ended in {kv_bytes} bytes; try again later")
         for pool, ids in zip(self.pools, withheld, strict=True):

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from spolia.errors import InvalidRequest, StorageUnavailable
@@ -174,17 +175,15 @@ class FolderBackend:
         """Take the folder's files as what there is."""
         found: list[tuple[int, bytes, int]] = []
         try:
-            for shard in os.scandir(self._files):
-                if len(shard.name) != 2:
-                    continue
-                for file in os.scandir(shard):
+            for shard in _list(self._files):
+                for file in _list(shard.path) if len(shard.name) == 2 else ():
                     key = _key_of(file.name)
                     if key is not None:
-                        status = file.stat()
-                        found.append((status.st_mtime_ns, key, status.st_size))
+                        with suppress(FileNotFoundError):  # evicted meanwhile, by this process or another
+                            status = file.stat()
+                            found.append((status.st_mtime_ns, key, status.st_size))
         except OSError as error:
-            if error.errno != errno.ENOENT:
-                raise self._unavailable(error) from error
+            raise self._unavailable(error) from error
         found.sort()
         with self._lock:
             self._sizes = OrderedDict((key, size) for _, key, size in found)
@@ -350,6 +349,14 @@ class FolderBackend:
 
     def _unavailable(self, error: OSError) -> StorageUnavailable:
         return StorageUnavailable(f"the KV folder {self.folder} fails: {error.strerror}")
+
+
+def _list(folder: str | Path) -> Iterator[os.DirEntry[str]]:
+    """What is in a folder; nothing, if it is not there."""
+    try:
+        return os.scandir(folder)
+    except FileNotFoundError:
+        return iter(())
 
 
 def _key_of(name: str) -> bytes | None:

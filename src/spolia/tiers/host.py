@@ -88,6 +88,8 @@ class HostBackend:
                 if self._num_bytes + len(value) <= self._capacity:  # the hard limit: before anything is copied
                     self._num_bytes += len(value)
                     break
+                if not self._extents:  # all room is promised to puts that go on beside this one
+                    return False
                 old_key, extent = self._extents.popitem(last=False)
                 self._num_bytes -= len(extent)
             if self.on_evict is not None:

@@ -193,7 +193,7 @@ class LlamaCppEndpoints:
             num_erased = len(slot.token_ids)
             if num_erased:
                 served.engine.spend(slot.token_ids, cache_salt=slot.cache_salt)
-            slot.token_ids = []
+            slot.token_ids, slot.cache_salt = [], ""
             return _json({"id_slot": id_slot, "n_erased": num_erased})
         path = self._slot_file(body.filename)
         begun_s = time.perf_counter()
@@ -201,7 +201,10 @@ class LlamaCppEndpoints:
             num_tokens, num_bytes = await served.engine.save_kv(slot.token_ids, path, cache_salt=slot.cache_salt)
             figures: dict[str, Any] = {"n_saved": num_tokens, "n_written": num_bytes}
         else:
-            cache_salt = slot.cache_salt or current_caller().cache_salt("")
+            if body.cache_salt is None and slot.token_ids:
+                cache_salt = slot.cache_salt
+            else:
+                cache_salt = current_caller().cache_salt(body.cache_salt or "")
             ids, num_tokens, num_bytes = await served.engine.restore_kv(path, cache_salt=cache_salt)
             slot.token_ids, slot.cache_salt = ids, cache_salt
             figures = {"n_restored": num_tokens, "n_read": num_bytes}

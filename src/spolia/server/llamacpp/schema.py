@@ -59,10 +59,16 @@ class InfillRequest(_Sampling, kw_only=True):
 
 
 class SlotRequest(msgspec.Struct, kw_only=True):
-    """`/slots/{id_slot}?action=`: save, restore, or erase, which needs no body."""
+    """`/slots/{id_slot}?action=`: save, restore, or erase, which needs no body.
+
+    Attributes:
+        cache_salt: restore: that of the requests which are to find it, and of those it was saved from. Default: that of
+            the conversation that is in the slot, if one is.
+    """
 
     filename: str | None = None
     model: str | None = None
+    cache_salt: str | None = None
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
