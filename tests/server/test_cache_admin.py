@@ -1,4 +1,4 @@
-"""What operators do to a cache while it is used: look, warm, move, clear, carry away, change."""
+"""What operators do to a cache while it is used: look, warm, move, compress, clear, carry away, change."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.toy import ToyCodec
 from spolia.server import ServerConfig
 from spolia.tiers import FolderBackend, HostBackend, Tier, TierUse
 
@@ -303,4 +304,110 @@ def test_an_admin_clears_a_tenant_and_others_may_nothing(tmp_path):
         server.post("clear", 403, headers={"x-api-key": ALICE}, tenant="alice")
         assert server.post("clear", headers={"x-api-key": ADMIN}, tenant="alice")["num_tokens"] == 2 * 101
         assert [ask(ALICE), ask(ALICE, cache_salt="x"), ask(BOB), ask(BOB, cache_salt="x")] == [0, 0, 99, 99]
+    asyncio.run(engine.aclose())
+
+
+@pytest.fixture
+def rounding(tmp_path):
+    """A server that keeps KV in fewer bits, but that of requests for exact KV."""
+    tiers = [
+        TierUse(Tier("host", HostBackend(1 << 20)), "write_back", is_exclusive=True),
+        TierUse(Tier("disk", FolderBackend(tmp_path / "kv"))),
+    ]
+    engine = chatty_engine(num_blocks=24, tiers=tiers, codec=ToyCodec())
+    with serving({"toy": engine}) as url:
+        yield Server(url)
+    asyncio.run(engine.aclose())
+
+
+def evicted(server: Server, ids: list[int], **fields: Any) -> str:
+    """Compute KV that is exact, drive it out of the pools, and what was said."""
+    said = answer(server, ids, exact_kv=True, **fields)[0]
+    for seed in range(1000, 1004):  # more than the pools hold
+        answer(server, prompt(seed), exact_kv=True)
+    return said
+
+
+def answer(server: Server, ids: list[int], **fields: Any) -> tuple[str, int, Any]:
+    """The text, how many tokens were found, and which of these were rounded."""
+    body = {"prompt": ids, "max_tokens": 8, "temperature": 0, **fields}
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    told = reply["usage"]["prompt_tokens_details"]
+    return reply["choices"][0]["text"], told["cached_tokens"], told.get("rounded_tokens")
+
+
+@pytest.mark.parametrize("way", ["prompt", "session", "namespace", "all"])
+def test_exact_kv_is_compressed_and_is_then_told_as_rounded_and_never_taken_for_exact(rounding, way):
+    session = httpx.post(f"{rounding.url}/v1/sessions", json={"ttl": 100}).json()["id"]
+    said = evicted(rounding, prompt(0), session=session)
+    chosen = {"prompt": prompt(0)} if way == "prompt" else {"session": session} if way == "session" else {way: True}
+    done = rounding.post("compress", **chosen)
+    host, disk = done["tiers"]["host"], done["tiers"]["disk"]
+    assert host["num_blocks"] >= 6 <= disk["num_blocks"]
+    assert host["num_skipped"] == disk["num_skipped"] == 0
+    for tier in (host, disk):
+        assert 0 < tier["num_bytes_after"] < tier["num_bytes_before"]
+    assert rounding.post("compress", **chosen)["tiers"]["host"]["num_blocks"] == 0
+    assert rounding.lookup(prompt(0))[1] == {"host": 96, "disk": 96}
+    assert answer(rounding, prompt(0)) == (said, 96, {"int8": 96})
+    assert answer(rounding, prompt(0), exact_kv=True) == (said, 0, None)
+
+
+def test_what_others_go_on_from_is_there_in_both_ways(rounding):
+    base, ways = prompt(0, 64), [prompt(1, 40), prompt(2, 40)]
+    answer(rounding, [*base, *ways[0]], exact_kv=True)
+    said = evicted(rounding, [*base, *ways[1]])
+    assert rounding.post("compress", prompt=[*base, *ways[0]])["tiers"]["disk"]["num_blocks"] == 6
+    assert answer(rounding, [*base, *ways[0]])[1:] == (96, {"int8": 96})
+    assert answer(rounding, [*base, *ways[0]], exact_kv=True)[1:] == (64, None)
+    assert answer(rounding, [*base, *ways[1]], exact_kv=True) == (said, 96, None)
+
+
+def test_each_salt_is_compressed_under_its_own_name(rounding):
+    evicted(rounding, prompt(0), cache_salt="mine")
+    rounding.post("compress", namespace=True)
+    assert rounding.lookup(prompt(0), cache_salt="mine")[1]["disk"] == 0
+    rounding.post("compress", all=True)
+    assert rounding.lookup(prompt(0), cache_salt="mine")[1]["disk"] == 96
+    assert rounding.lookup(prompt(0))[1]["disk"] == 0
+
+
+def test_a_server_that_could_not_read_it_compresses_nothing(server, rounding):
+    evicted(server, prompt(0))
+    assert "--kv-offload-dtype int8 or int4" in server.post("compress", 400, all=True)["error"]["message"]
+    assert server.lookup(prompt(0))[1]["disk"] == 96
+    assert "send one of" in rounding.post("compress", 400)["error"]["message"]
+    assert "send one of" in rounding.post("compress", 400, all=True, tenant="x")["error"]["message"]
+
+
+def test_an_admin_compresses_what_a_tenant_has(tmp_path):
+    (tmp_path / "keys.toml").write_text(KEYS)
+    engine = chatty_engine(tiers=[Tier("disk", FolderBackend(tmp_path / "kv"))], codec=ToyCodec())
+
+    def ask(key: str, **fields: Any) -> dict[str, Any]:
+        body = {"prompt": prompt(0), "max_tokens": 2, "temperature": 0, **fields}
+        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60, headers={"x-api-key": key})
+        return reply.json()["usage"]["prompt_tokens_details"]
+
+    def compress(tenant: str) -> int:
+        done = server.post("compress", headers={"x-api-key": ADMIN}, tenant=tenant)
+        return done["tiers"]["disk"]["num_blocks"]
+
+    with serving({"toy": engine}, ServerConfig(keys=tmp_path / "keys.toml")) as url:
+        server = Server(url)
+        for salt in ("", "x"):
+            ask(ALICE, exact_kv=True, cache_salt=salt)
+        server.post("compress", 403, headers={"x-api-key": ALICE}, tenant="alice")
+        assert compress("bob") == 0
+        num_blocks = 0
+
+        def is_done() -> bool:  # what is committed goes down after its request has ended
+            nonlocal num_blocks
+            num_blocks += compress("alice")
+            return num_blocks >= 2 * 6
+
+        eventually(is_done)
+        for salt in ("", "x"):
+            assert ask(ALICE, cache_salt=salt) == {"cached_tokens": 96, "rounded_tokens": {"int8": 96}}
+            assert ask(BOB, cache_salt=salt)["cached_tokens"] == 0
     asyncio.run(engine.aclose())

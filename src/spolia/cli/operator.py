@@ -1,4 +1,4 @@
-"""`spolia cache lookup | warm | move | pin | unpin | config`; of a server also `clear`, `export` and `import`."""
+"""`spolia cache lookup | warm | move | compress | pin | unpin | config`; of a server also `clear, export, import`."""
 
 from __future__ import annotations
 

@@ -87,6 +87,23 @@ def add_operator_commands(app: typer.Typer) -> None:
         post("move", url, key, **selected(prompt, session, messages, model, salt), to=to, keep=keep)
 
     @app.command()
+    def compress(
+        prompt: PromptArgument = None,
+        session: SessionOption = None,
+        messages: MessagesOption = None,
+        tenant: Annotated[str | None, typer.Option(help="Or a tenant's.")] = None,
+        model: ModelOption = None,
+        salt: SaltOption = None,
+        url: UrlOption = _URL,
+        key: KeyOption = None,
+    ) -> None:
+        """Have a server's tiers keep exact KV in fewer bits: a prompt's, all of a --salt, or all."""
+        chosen = selected(prompt, session, messages, model, salt)
+        if not {"prompt", "session", "messages"} & chosen.keys() and tenant is None:
+            chosen["all" if salt is None else "namespace"] = True
+        post("compress", url, key, **chosen, tenant=tenant)
+
+    @app.command()
     def pin(
         prompt: PromptArgument = None,
         messages: MessagesOption = None,

@@ -17,7 +17,7 @@ from spolia.engine.admission import Admission
 from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.async_engine import AsyncEngine, TokenStream
 from spolia.engine.beams import BeamRun
-from spolia.engine.cache_admin import CacheAdmin, ClearReport, Lookup
+from spolia.engine.cache_admin import CacheAdmin, ClearReport, CompressReport, Lookup
 from spolia.engine.config import EngineConfig
 from spolia.engine.core import EngineCore, Observer, StepStats
 from spolia.engine.embedding import Embedding, Pooling
@@ -83,6 +83,7 @@ __all__ = [
     "CacheView",
     "ClearReport",
     "Cleared",
+    "CompressReport",
     "ContrastiveOutput",
     "ContrastiveParams",
     "Counters",

@@ -44,6 +44,9 @@ T = TypeVar("T")
 _NUM_EXPECTED = 8
 """Sessions of an earlier process that are expected to go on."""
 
+_MAX_SALTS = 1 << 12
+"""That are remembered, for what is done to the KV of all."""
+
 _NO_ROOM_S = 0.02
 """Until it is tried again whether running requests have left room in the cache for an input."""
 
@@ -75,6 +78,7 @@ class AsyncEngine:
         self._engine = model if isinstance(model, Engine) else build_engine(model, config, observer=observer)
         self._thread: EngineThread[_Mailbox] = EngineThread(self._engine.core, _deliver)
         # By id of the loop, which lives as long as its outbox, and that as long as its streams.
+        self._salts: set[str] = {""}
         self._outboxes: weakref.WeakValueDictionary[int, _Outbox] = weakref.WeakValueDictionary()
         weakref.finalize(self, self._thread.close)  # the thread ends with its owner, or before the interpreter does
         self.sessions = SessionStore(
@@ -179,6 +183,8 @@ class AsyncEngine:
         request = self._admission.admit(
             prompt, params, request_id=request_id, cache_salt=cache_salt, wishes=wishes, tenant=tenant
         )
+        if len(self._salts) < _MAX_SALTS:
+            self._salts.add(cache_salt)
         mailbox = _Mailbox(self._outbox())
         self._thread.submit([(request, mailbox)])
         return TokenStream(request, mailbox, self._thread.abort)
@@ -228,6 +234,15 @@ class AsyncEngine:
     def namespace(self, cache_salt: str = "") -> bytes:
         """What requests with this salt share, and no others."""
         return self._admission.namespace(cache_salt)
+
+    def exact_namespace(self, cache_salt: str = "") -> bytes:
+        """What requests with this salt share that want exact KV; the same where tiers keep all KV as it is."""
+        return self._admission.namespace_for(cache_salt, is_exact=True)
+
+    @property
+    def salts(self) -> frozenset[str]:
+        """Those that requests had so far, up to a limit: no namespace tells its own."""
+        return frozenset(self._salts)
 
     def spend(self, token_ids: Sequence[int], *, cache_salt: str = "") -> None:
         """Nobody goes on from these tokens any more: what of their KV nobody else uses goes first. Does not wait.

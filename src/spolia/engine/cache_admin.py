@@ -13,9 +13,11 @@ from spolia.errors import InvalidRequest, StorageUnavailable
 from spolia.kvcache import PrefixHit, make_policy
 from spolia.tiers import (
     BLOCK_SIZE,
+    Compressed,
     ExtentHeader,
     Sealer,
     Tier,
+    compress,
     family,
     find_headers,
     key_of,
@@ -27,7 +29,7 @@ from spolia.tiers import (
 if TYPE_CHECKING:
     from spolia.engine.async_engine import AsyncEngine
 
-__all__ = ["CacheAdmin", "ClearReport", "Lookup"]
+__all__ = ["CacheAdmin", "ClearReport", "CompressReport", "Lookup"]
 
 _LOOK_S = 0.01
 
@@ -68,6 +70,19 @@ class ClearReport:
     num_tier_blocks: dict[str, int]
     unlisted: tuple[str, ...]
     kept_pins: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CompressReport:
+    """What is in fewer bits now.
+
+    Attributes:
+        tiers: by name.
+        unlisted: tiers that cannot say what they hold: nothing was done there.
+    """
+
+    tiers: dict[str, Compressed]
+    unlisted: tuple[str, ...]
 
 
 class CacheAdmin:
@@ -186,6 +201,49 @@ class CacheAdmin:
                 )
         blocks = [(header, payload_of(header, extent)) for header, extent in parts]
         return await self._engine.call(lambda core: core.tiering.transfers.put_in(blocks))
+
+    async def compress(
+        self, salts: Collection[str], token_ids: Sequence[int] | None = None, *, is_alone: bool = False
+    ) -> CompressReport:
+        """Have tiers keep in fewer bits what they have of exact KV; from then on ordinary requests find it.
+
+        What is on the device stays, and goes down exact again if requests for exact KV go on to use it.
+
+        Args:
+            token_ids: only what begins with these (`is_alone`: only they), all blocks that lead there included; of
+                these, those that others go on from stay exact as well.
+
+        Raises:
+            InvalidRequest: this engine rounds nothing, so it could not read the result.
+        """
+        exact, rounded = await self._engine.call(lambda core: (core.tiering.exact, core.tiering.usual))
+        if rounded.codec is None:
+            raise InvalidRequest(
+                "this server's tiers keep KV as it is, so it could never read KV in fewer bits; compress on one that "
+                "was started with --kv-offload-dtype int8 or int4"
+            )
+        namespaces = {self._engine.exact_namespace(salt): self._engine.namespace(salt) for salt in salts}
+        tiers = await self._engine.call(lambda core: core.tiering.mover.tiers)
+        await self._discard({tier: {} for tier in tiers}, set())  # nothing; but what was on its way is there then
+        listed = await self._find(namespaces)
+        found = {
+            tier: [header for header in of_one.values() if header is not None]
+            for tier, of_one in listed.items()
+            if of_one is not None
+        }
+        kept: set[bytes] = set()
+        if token_ids is not None:
+            (namespace,) = namespaces
+            chain = await self._engine.call(lambda core: core.tiering.transfers.digests(namespace, token_ids))
+            headers = [header for of_one in found.values() for header in of_one]
+            doomed = family(headers, chain, 0, is_alone=is_alone)
+            kept = set(chain) - doomed
+            found = {
+                tier: [header for header in of_one if header.digest in doomed or header.digest in kept]
+                for tier, of_one in found.items()
+            }
+        reports = await asyncio.to_thread(compress, found, namespaces, exact, rounded, kept)
+        return CompressReport(reports, tuple(tier.name for tier, of_one in listed.items() if of_one is None))
 
     # -- Dropping ------------------------------------------------------------------------------------------------------
 

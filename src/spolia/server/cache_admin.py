@@ -3,6 +3,7 @@
 POST /v1/cache/lookup   where the KV of a prompt lies
 POST /v1/cache/warm     compute a prompt ahead
 POST /v1/cache/move     from the device to a tier, or from the tiers to the device
+POST /v1/cache/compress what tiers hold of exact KV in fewer bits
 POST /v1/cache/clear    drop all, or what a namespace, tenant, prefix or session has
 POST /v1/cache/export   the KV of a prompt or session as a file
 POST /v1/cache/import   and back
@@ -67,15 +68,17 @@ class MoveRequest(Selection, kw_only=True):
     keep: bool = False
 
 
-class ClearRequest(Selection, kw_only=True):
-    """Just one of: `all`, `tenant`, `namespace` (that of `cache_salt`), a prompt (all that begins with it), `session`.
-
-    `tiers` false leaves what lies in tiers; `pinned` true takes what is pinned, too.
-    """
+class CompressRequest(Selection, kw_only=True):
+    """Just one of: `all`, `tenant`, `namespace` (`cache_salt`'s), a prompt (all that begins with it), `session`."""
 
     all: bool = False
     namespace: bool = False
     tenant: str | None = None
+
+
+class ClearRequest(CompressRequest, kw_only=True):
+    """What `CompressRequest` says; `tiers` false leaves what lies in tiers, `pinned` true takes what is pinned, too."""
+
     tiers: bool = True
     pinned: bool = False
 
@@ -154,6 +157,7 @@ class CacheAdminEndpoints:
             Route("POST", "/v1/cache/lookup", self.lookup, Selection),
             Route("POST", "/v1/cache/warm", self.warm, WarmRequest),
             Route("POST", "/v1/cache/move", self.move, MoveRequest),
+            Route("POST", "/v1/cache/compress", self.compress, CompressRequest),
             Route("POST", "/v1/cache/clear", self.clear, ClearRequest),
             Route("POST", "/v1/cache/export", self.export, Selection),
             Route("POST", "/v1/cache/import", self.import_file),
@@ -193,6 +197,29 @@ class CacheAdminEndpoints:
         num_tokens = await admin.move(ids, body.to, cache_salt=_salt(body.cache_salt), keep=body.keep)
         return _json({"object": "cache.moved", "model": served.name, "to": body.to, "num_tokens": num_tokens})
 
+    async def compress(self, request: Request) -> Response:
+        """Have tiers keep in fewer bits what they hold of exact KV."""
+        served, body, admin = await self._read(request, CompressRequest)
+        _check_one_way(body)
+        salt = _salt(body.cache_salt)
+        if body.all:
+            report = await admin.compress({salt, *served.engine.salts})
+        elif body.tenant is not None:
+            report = await admin.compress(await _salts_of(served, body.tenant))
+        elif body.namespace:
+            report = await admin.compress({salt})
+        else:
+            ids = await select_ids(served, body)
+            report = await admin.compress({salt}, ids, is_alone=body.session is not None)
+        return _json(
+            {
+                "object": "cache.compressed",
+                "model": served.name,
+                "tiers": report.tiers,
+                "unlisted_tiers": report.unlisted,
+            }
+        )
+
     async def clear(self, request: Request) -> Response:
         """Drop what was chosen, on the device and in the tiers."""
         served, body, admin = await self._read(request, ClearRequest)
@@ -209,10 +236,7 @@ class CacheAdminEndpoints:
         )
 
     async def _clear(self, served: ServedModel, body: ClearRequest, admin: CacheAdmin) -> ClearReport:
-        prompt = body.prompt is not None or body.messages is not None
-        ways = (body.all, body.namespace, body.tenant is not None, prompt, body.session is not None)
-        if sum(ways) != 1:
-            raise InvalidRequest("send one of all, namespace, tenant, prompt, messages and session", param="all")
+        _check_one_way(body)
         salt = _salt(body.cache_salt)
         if body.all:
             return await admin.clear(tiers=body.tiers, pinned=body.pinned)
@@ -302,6 +326,25 @@ def _namespace(served: ServedModel, cache_salt: str | None) -> bytes:
 def _tenants_own(served: ServedModel, tenant: str) -> bytes:
     """The namespace of a tenant that sends no salts of its own."""
     return served.engine.namespace(tenant_salt(tenant, ""))
+
+
+async def _salts_of(served: ServedModel, tenant: str) -> set[str]:
+    """A tenant's own, and those that it has sent lately."""
+    engine = served.engine
+    known = await engine.call(lambda core: core.namespaces_of(tenant))
+    sent = {salt for salt in engine.salts if known & {engine.namespace(salt), engine.exact_namespace(salt)}}
+    return {tenant_salt(tenant, ""), *sent}
+
+
+def _check_one_way(body: CompressRequest) -> None:
+    """
+    Raises:
+        InvalidRequest: what is meant is said in no way, or in several.
+    """
+    prompt = body.prompt is not None or body.messages is not None
+    ways = (body.all, body.namespace, body.tenant is not None, prompt, body.session is not None)
+    if sum(ways) != 1:
+        raise InvalidRequest("send one of all, namespace, tenant, prompt, messages and session", param="all")
 
 
 def _refuse_other_sites(request: Request) -> None:

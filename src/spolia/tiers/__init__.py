@@ -22,6 +22,7 @@ from .archive import (
     write_archive,
 )
 from .backend import Entry, Health, ListableBackend, StorageBackend
+from .compression import Compressed, compress
 from .documents import Document, DocumentFolder
 from .encoding import Codec, Encoding
 from .extent import (
@@ -56,6 +57,7 @@ __all__ = [
     "BlockRun",
     "Checksum",
     "Codec",
+    "Compressed",
     "Conversation",
     "Document",
     "DocumentFolder",
@@ -83,6 +85,7 @@ __all__ = [
     "VerifyReport",
     "WritePolicy",
     "block_key",
+    "compress",
     "conversations",
     "export_conversation",
     "extent_bytes",
