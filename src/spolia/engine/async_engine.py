@@ -19,12 +19,13 @@ import numpy as np
 from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.beams import BeamRun
 from spolia.engine.config import EngineConfig
+from spolia.engine.contrastive import ContrastiveRun
 from spolia.engine.core import EngineCore, Observer
 from spolia.engine.embedding import Embedding, EmbeddingRun, Pooling
 from spolia.engine.fairness import Tenant
 from spolia.engine.kv_files import copy_in, copy_out
 from spolia.engine.news import CacheNews, cache_news
-from spolia.engine.outputs import Delta, EngineStats, RequestOutput
+from spolia.engine.outputs import ContrastiveOutput, Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request
 from spolia.engine.resizing import PoolSizes
 from spolia.engine.session_files import SessionFiles
@@ -32,7 +33,7 @@ from spolia.engine.sessions import Session, SessionStore
 from spolia.engine.storage import make_sealer
 from spolia.engine.thread import EngineThread
 from spolia.errors import SpoliaError
-from spolia.generation import BeamParams, SamplingParams
+from spolia.generation import BeamParams, ContrastiveParams, SamplingParams
 from spolia.kvcache import CacheStats, Wish, namespace_key
 from spolia.models import Model
 from spolia.tiers import TierUse, read_archive, write_archive
@@ -212,6 +213,34 @@ class AsyncEngine:
                 for stream in streams:
                     await stream.aclose()
         return run
+
+    async def contrastive_search(
+        self,
+        prompt: str | Sequence[int],
+        params: ContrastiveParams | None = None,
+        *,
+        cache_salt: str = "",
+        tenant: Tenant | None = None,
+    ) -> ContrastiveOutput:
+        """As `LLM.contrastive_search`. Cancelling the call ends it.
+
+        Raises:
+            InvalidRequest, ModelError: as `LLM.contrastive_search`.
+            Overloaded, Bug: as `generate`.
+        """
+        run = ContrastiveRun(self._admission, prompt, params or ContrastiveParams(), cache_salt=cache_salt)
+        while run.prompt.states is None:
+            if not await self.call(run.prompt.step):
+                await asyncio.sleep(_NO_ROOM_S)
+        await asyncio.to_thread(run.begin)  # long prompts take a while to be measured, and streams do not wait for it
+        while not run.is_over:
+            ids, one = run.request()
+            async with self.generate(ids, one, cache_salt=cache_salt, tenant=tenant) as stream:
+                await stream.output()
+            candidates = await asyncio.to_thread(run.candidates)
+            vectors = await self.embed(candidates, cache_salt=cache_salt)
+            await asyncio.to_thread(run.take, vectors)
+        return run.output()
 
     def _outbox(self) -> _Outbox:
         """The running loop's."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from spolia.engine.admission import Admission
 from spolia.engine.outputs import BeamOutput, RequestOutput
-from spolia.engine.request import text_stream
+from spolia.engine.request import answer_text
 from spolia.errors import InvalidRequest
 from spolia.generation import BeamParams, BeamSearch, LogitsTap, Pipeline, SamplingParams, TokenLogprobs, score_token
 
@@ -155,9 +155,11 @@ class BeamRun:
         pipeline = self._pipeline_of(ids, parent.pipeline)
         may_stop = len(ids) > params.min_tokens
         if may_stop and token_id in self._request.final_ids:
-            text, _ = self._text_of(ids if params.include_stop_str_in_output else ids[:-1])
+            text, _ = answer_text(
+                self._request, self._tokenizer, ids if params.include_stop_str_in_output else ids[:-1]
+            )
             return _Path(pipeline, logprobs, text, token_id if token_id in params.stop_token_ids else None, True)
-        text, stop = self._text_of(ids)
+        text, stop = answer_text(self._request, self._tokenizer, ids)
         is_complete = pipeline is not None and pipeline.is_complete
         return _Path(pipeline, logprobs, text, stop, stop is not None or is_complete)
 
@@ -166,23 +168,6 @@ class BeamRun:
             return None
         said = np.array([*self.prompt_token_ids, *ids], np.int32)
         return parent.fork(said, len(self.prompt_token_ids), seed=self.seed)
-
-    def _text_of(self, ids: Ids) -> tuple[str, str | None]:
-        """The text, and the stop string that ends it."""
-        params, tokenizer = self._request.params, self._tokenizer
-
-        def shown(token_id: int) -> bytes:
-            hidden = params.skip_special_tokens and tokenizer.is_special(token_id)
-            return b"" if hidden else tokenizer.token_bytes(token_id)
-
-        stream = text_stream(self._request, shown)
-        parts = []
-        for index, token_id in enumerate(ids):
-            text, stop = stream.feed(token_id, may_stop=index >= params.min_tokens)
-            parts.append(text)
-            if stop is not None:
-                return "".join(parts), stop
-        return "".join(parts) + stream.finish(), None
 
     def beams(self) -> list[BeamOutput]:
         """The answers so far, best first."""

@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.beams import BeamRun
 from spolia.engine.config import EngineConfig
+from spolia.engine.contrastive import ContrastiveRun
 from spolia.engine.core import Observer
-from spolia.engine.embedding import Embedding, EmbeddingRun, Pooling, StatesRun
+from spolia.engine.embedding import Embedding, EmbeddingRun, Pooling
 from spolia.engine.outputs import BeamOutput, ContrastiveOutput, Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request
 from spolia.engine.thread import EngineThread
 from spolia.errors import InvalidRequest, SpoliaError
-from spolia.generation import BeamParams, ContrastiveParams, ContrastiveSearch, LogitsTap, SamplingParams
+from spolia.generation import BeamParams, ContrastiveParams, SamplingParams
 from spolia.models import Model
 from spolia.tiers import TierUse
 
@@ -205,34 +206,16 @@ class LLM:
             InvalidRequest: the prompt and `max_tokens` do not fit the context.
             ModelError: the model's results are not finite.
         """
-        params = ContrastiveParams() if params is None else params
-        admission = self._engine.admission
-        request = admission.admit(
-            prompt, SamplingParams(max_tokens=params.max_tokens, stop_token_ids=params.stop_token_ids)
-        )
-        ids: list[int] = request.prompt_token_ids.tolist()
-        final_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(admission.eos_token_ids))
-        # States are compared with those of the candidates, which `embed` computes with exact KV.
-        run = StatesRun(request.prompt_token_ids, namespace=admission.namespace_for(cache_salt, is_exact=True))
-        while (states := run.states) is None:
-            if not self._thread.call(run.step).result():
+        run = ContrastiveRun(self._engine.admission, prompt, params or ContrastiveParams(), cache_salt=cache_salt)
+        while run.prompt.states is None:
+            if not self._thread.call(run.prompt.step).result():
                 time.sleep(_NO_ROOM_S)
-        search = ContrastiveSearch(params, final_ids, states)
-        while not search.is_over:
-            tap = LogitsTap()
-            one = SamplingParams(
-                max_tokens=1,
-                temperature=0.0,
-                ignore_eos=True,
-                exact_kv=admission.has_exact_kv,
-                logits_processors=(tap,),
-            )
+        run.begin()
+        while not run.is_over:
+            ids, one = run.request()
             self.generate(ids, one, cache_salt=cache_salt)
-            candidates = search.propose(tap.log_probs)
-            vectors = self.embed([[*ids, candidate] for candidate in candidates], cache_salt=cache_salt)
-            ids.append(search.choose(np.array([each.vector for each in vectors])))
-        text = self.model.tokenizer.decode(search.token_ids)
-        return ContrastiveOutput(tuple(search.token_ids), text, "stop" if search.has_stopped else "length")
+            run.take(self.embed(run.candidates(), cache_salt=cache_salt))
+        return run.output()
 
     def embed(
         self,

@@ -131,11 +131,15 @@ class ContrastiveOutput(NamedTuple):
 
     Attributes:
         token_ids: generated ids, the one that ended it included.
+        text: as in `RequestOutput`: without what ended it.
+        finish_reason: "stop" or "length".
+        stop_reason: as in `RequestOutput`.
     """
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
+    stop_reason: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

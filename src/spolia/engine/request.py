@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,7 @@ from spolia.generation import (
 from spolia.kvcache import Explanation, Lease, Outcome, TokenRange, Wish, attribute
 from spolia.tiers import KeyChain
 
-__all__ = ["Request", "Sequence", "text_stream"]
+__all__ = ["Request", "Sequence", "answer_text", "text_stream"]
 
 _TOOL_CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=", "```tool_call")
 """How the models that call tools write it. A call that is not recognised is kept like any other reply."""
@@ -105,6 +106,32 @@ def text_stream(request: Request, token_bytes: Callable[[int], bytes]) -> TextSt
         return TextStream(token_bytes, stop=params.stop, keep_stop=keep_stop)
     pattern = request.stop_pattern.fork()
     return PatternTextStream(token_bytes, pattern=pattern, stop=params.stop, keep_stop=keep_stop)
+
+
+class TokenTexts(Protocol):
+    """The part of a tokenizer that makes text of tokens."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+
+def answer_text(request: Request, tokenizer: TokenTexts, ids: Seq[int]) -> tuple[str, str | None]:
+    """The text of a whole answer to `request`, and the stop string that ends it."""
+    params = request.params
+
+    def shown(token_id: int) -> bytes:
+        hidden = params.skip_special_tokens and tokenizer.is_special(token_id)
+        return b"" if hidden else tokenizer.token_bytes(token_id)
+
+    stream = text_stream(request, shown)
+    parts = []
+    for index, token_id in enumerate(ids):
+        text, stop = stream.feed(token_id, may_stop=index >= params.min_tokens)
+        parts.append(text)
+        if stop is not None:
+            return "".join(parts), stop
+    return "".join(parts) + stream.finish(), None
 
 
 def ends_in_tool_call(text: str) -> bool:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import fields
 
-import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-
-from spolia.engine import BeamOutput, BeamParams, BeamRun, RequestOutput, SamplingParams, Timings
-from spolia.errors import InvalidRequest, Overloaded
+from spolia.engine import (
+    AsyncEngine,
+    BeamOutput,
+    BeamParams,
+    BeamRun,
+    RequestOutput,
+    SamplingParams,
+    Tenant,
+    Timings,
+)
+from spolia.errors import InvalidRequest
 from spolia.models import Tokenizer
-from spolia.server.access import current_caller
-from spolia.server.answer import Answer
-from spolia.server.rendering import Extras, Rendering
+from spolia.server.encoding import prepare_form
 from spolia.server.schema import ChatRequest, CompletionRequest
-from spolia.server.served import ServedModel
-from spolia.server.sse import watch_for_disconnect
+from spolia.server.search import Found, Search, refuse_company
 
-__all__ = ["beam_params", "respond_with_beams"]
+__all__ = ["beam_search"]
 
 _ONLY_WITH_BEAMS = (
     *("length_penalty", "early_stopping", "do_sample", "num_beam_groups", "diversity_penalty"),
@@ -34,12 +33,25 @@ _DRAWING = (
 )
 
 
-def beam_params(body: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> BeamParams | None:
-    """How to search; None if the request does not ask for beams.
+async def beam_search(body: ChatRequest | CompletionRequest, engine: AsyncEngine) -> Search | None:
+    """What to search; None if the request does not ask for beams.
 
     Raises:
         InvalidRequest: a field that has no meaning with beams, or none without them.
     """
+    params = _beam_params(body, engine.model.tokenizer)
+    if params is None:
+        return None
+    await prepare_form(body, engine, params.scoring)
+
+    async def run(prompt: list[int], cache_salt: str, tenant: Tenant | None) -> list[Found]:
+        done = await engine.beam_search(prompt, params, cache_salt=cache_salt, tenant=tenant)
+        return [Found(_output(done, beam), beam.score) for beam in done.beams()]
+
+    return Search("beam search", params.num_beams, params.num_return_sequences or params.num_beams, run)
+
+
+def _beam_params(body: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> BeamParams | None:
     if not body.wants_beams:
         for name in _ONLY_WITH_BEAMS:
             neutral: tuple[object, ...] = (None, False, [], 1) if name == "length_penalty" else (None, False, [])
@@ -76,11 +88,7 @@ def beam_params(body: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> 
 
 def _check_company(body: ChatRequest | CompletionRequest, params: SamplingParams) -> None:
     """Refuse what beams cannot honour: an answer that leaves out what was asked for would be a wrong one."""
-    if body.stream:
-        raise InvalidRequest("beams do not stream: which of them is the answer is known at the end", param="stream")
-    for name in ("session", "explain", "tools"):
-        if getattr(body, name, None):
-            raise InvalidRequest(f"{name} does not go with beam search", param=name)
+    refuse_company(body, "beam search", "penalty_alpha")
     for field in fields(SamplingParams):
         value = getattr(params, field.name)
         is_drawing = field.name in _DRAWING and not body.do_sample
@@ -103,77 +111,9 @@ def _force_words(body: ChatRequest | CompletionRequest, tokenizer: Tokenizer) ->
     return words + [[ids] for ids in body.force_words_ids or ()]
 
 
-async def respond_with_beams(
-    request: Request,
-    kind: str,
-    served: ServedModel,
-    prompts: Sequence[list[int]],
-    params: BeamParams,
-    rendering: Callable[[Answer], Rendering],
-    *,
-    cache_salt: str,
-    max_waiting: int,
-) -> Response:
-    """Search from each prompt. The client's going away ends it.
-
-    Raises:
-        InvalidRequest: a prompt does not fit the context.
-        Overloaded: too many wait, or it took longer than an answer may.
-    """
-    if served.num_waiting + len(prompts) * params.num_beams > max_waiting:
-        raise Overloaded(
-            f"{served.num_waiting} requests are waiting, of at most {max_waiting}, and {params.num_beams} beams for "
-            f"each of {len(prompts)} prompts are asked for; try again later, or with fewer"
-        )
-    caller = current_caller()
-    num_choices = params.num_return_sequences or params.num_beams
-    answer = Answer(kind, served, num_choices)
-    if caller.account is not None:
-        caller.account.admit(sum(map(len, prompts)))
-
-    async def search() -> list[BeamRun]:
-        one = served.engine.beam_search
-        salt = caller.cache_salt(cache_salt)
-        return [await one(prompt, params, cache_salt=salt, tenant=caller.share) for prompt in prompts]
-
-    started_s = time.perf_counter()
-    task = asyncio.ensure_future(asyncio.wait_for(search(), served.request_timeout_s))
-    num_tokens = sum(map(len, prompts))
-
-    def cancel() -> None:
-        task.cancel()
-
-    try:
-        with watch_for_disconnect(request.receive, cancel):
-            runs = await task
-        total_s = time.perf_counter() - started_s
-        scores: list[float] = []
-        for run in runs:
-            for beam in run.beams():
-                answer.take(len(scores), _output(f"{answer.id}-{len(scores)}", run, beam, total_s))
-                scores.append(beam.score)
-                num_tokens += len(beam.token_ids)
-    except TimeoutError:
-        raise Overloaded(
-            f"beam search took longer than {served.request_timeout_s} s; ask for fewer beams or tokens"
-        ) from None
-    except asyncio.CancelledError:
-        if not task.cancelled():
-            raise
-        return Response(status_code=499)  # to nobody
-    finally:
-        task.cancel()
-        if caller.account is not None:
-            caller.account.settle(num_tokens)
-    outputs = [answer.outputs[choice] for choice in range(len(scores))]
-    beams = [{"index": index, "score": score} for index, score in enumerate(scores)]
-    whole = rendering(answer).whole(outputs, Extras(usage=answer.usage(), spolia={"beams": beams}))
-    return Response(msgspec.json.encode(whole), headers={"x-request-id": answer.id}, media_type="application/json")
-
-
-def _output(request_id: str, run: BeamRun, beam: BeamOutput, total_s: float) -> RequestOutput:
+def _output(run: BeamRun, beam: BeamOutput) -> RequestOutput:
     return RequestOutput(
-        request_id=request_id,
+        request_id="",
         prompt_token_ids=tuple(run.prompt_token_ids),
         token_ids=beam.token_ids,
         text=beam.text,
@@ -184,6 +124,6 @@ def _output(request_id: str, run: BeamRun, beam: BeamOutput, total_s: float) -> 
         num_restored_tokens={},
         explanation=None,
         seed=run.seed,
-        timings=Timings(None, None, total_s),
+        timings=Timings(None, None, 0.0),
         num_truncated_tokens=run.num_truncated_tokens,
     )

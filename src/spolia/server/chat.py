@@ -15,13 +15,14 @@ from spolia.errors import InvalidRequest
 from spolia.generation import ReasoningSplitter
 from spolia.models import Model, Tokenizer
 from spolia.server.answer import Answer
-from spolia.server.beams import beam_params, respond_with_beams
+from spolia.server.beams import beam_search
 from spolia.server.body import read_body
 from spolia.server.cache_control import last_mark, wish_up_to
 from spolia.server.canonical import canonical
 from spolia.server.config import ServerConfig
+from spolia.server.contrastive import contrastive_search
 from spolia.server.conversations import history
-from spolia.server.encoding import encode, params_of_choices, prepare_form
+from spolia.server.encoding import encode, params_of_choices
 from spolia.server.rendering import Extras, prompt_logprobs, respond
 from spolia.server.replies import (
     ChatChoice,
@@ -38,6 +39,7 @@ from spolia.server.replies import (
     TopLogprob,
 )
 from spolia.server.schema import ChatRequest, chat_messages
+from spolia.server.search import respond_with_search
 from spolia.server.served import ServedModel, ServedModels
 from spolia.server.sessions import chat_turn, find_session
 from spolia.server.toolcalls import CallArguments, CallBegan, Text, ToolCallParser, ToolUse, gather
@@ -116,15 +118,14 @@ class ChatEndpoint:
                 ),
             )
             ids = turn.prompt_ids
-        beams = beam_params(body, model.tokenizer)
-        if beams is not None:
-            await prepare_form(body, served.engine, beams.scoring)
-            return await respond_with_beams(
+        search = await beam_search(body, served.engine) or contrastive_search(body, served.engine)
+        if search is not None:
+            return await respond_with_search(
                 request,
                 "chatcmpl",
                 served,
                 [ids],
-                beams,
+                search,
                 lambda answer: _ChatRendering(body, answer, model.tokenizer, None, _thoughts(body, model, ids)),
                 cache_salt=body.cache_salt or "",
                 max_waiting=self._config.max_waiting,

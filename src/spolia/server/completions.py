@@ -12,14 +12,16 @@ from spolia.engine import Delta, RequestOutput, TokenLogprobs
 from spolia.errors import InvalidRequest
 from spolia.models import Tokenizer
 from spolia.server.answer import Answer
-from spolia.server.beams import beam_params, respond_with_beams
+from spolia.server.beams import beam_search
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
-from spolia.server.encoding import encode, params_of_choices, prepare_form
+from spolia.server.contrastive import contrastive_search
+from spolia.server.encoding import encode, params_of_choices
 from spolia.server.fill_in import infill_ids
 from spolia.server.rendering import Extras, prompt_logprobs, respond
 from spolia.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply
 from spolia.server.schema import CompletionRequest, prompts
+from spolia.server.search import respond_with_search
 from spolia.server.served import ServedModels
 from spolia.server.sessions import completion_turn, find_session
 
@@ -53,15 +55,14 @@ class CompletionEndpoint:
         echoes = [""] * len(asked)
         if body.echo:
             echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in asked]
-        beams = beam_params(body, tokenizer)
-        if beams is not None:
-            await prepare_form(body, served.engine, beams.scoring)
-            return await respond_with_beams(
+        search = await beam_search(body, served.engine) or contrastive_search(body, served.engine)
+        if search is not None:
+            return await respond_with_search(
                 request,
                 "cmpl",
                 served,
                 ids,
-                beams,
+                search,
                 lambda answer: _CompletionRendering(body, answer, tokenizer, echoes),
                 cache_salt=body.cache_salt or "",
                 max_waiting=self._config.max_waiting,

@@ -38,7 +38,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "penalty_alpha": (0,),
 }
 
 
@@ -81,7 +80,9 @@ class SamplingRequest(SamplingFields, kw_only=True):
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
-    penalty_alpha: Any = None
+
+    # Contrastive search, with `top_k`; see `contrastive`.
+    penalty_alpha: float | None = None
 
     # Beams; see `beams`.
     use_beam_search: bool | None = None
@@ -227,6 +228,8 @@ class ChatRequest(SamplingRequest, kw_only=True):
                 f"reasoning_format is {self.reasoning_format!r}; it must be none, auto or deepseek",
                 param="reasoning_format",
             )
+        if self.mcp and (self.wants_beams or self.penalty_alpha):
+            raise InvalidRequest("mcp does not go with beam search or contrastive search", param="mcp")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         check_tools(self.tools)
