@@ -157,7 +157,7 @@ def run_schedule(made: Setting, rng: random.Random, tiers: Sequence[TierUse] = (
         if core.idle_s != 0:
             time.sleep(0.0005)  # a restore is under way
         if event < 0.3:
-            core.set_max_batch_tokens(rng.randrange(MAX_SEQUENCES, MAX_BATCH_TOKENS + 1))
+            core._scheduler.max_batch_tokens = rng.randrange(MAX_SEQUENCES, MAX_BATCH_TOKENS + 1)
         elif event < 0.35:
             made.executable.set_num_threads(rng.randrange(1, 4))
         elif event < 0.37:
