@@ -99,6 +99,8 @@ class EngineCore:
         self._tiering = tiering
         self._drafter = drafter
         self._check = check
+        if tiering is not None:
+            tiering.planner.step_tokens = max_batch_tokens
         self._scheduler = Scheduler(
             cache,
             max_batch_tokens=max_batch_tokens,

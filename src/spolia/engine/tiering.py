@@ -474,6 +474,8 @@ class Tiering:
         waits = [held for held in self._held.values() if held.restore is not None]
         if any(held.restore is not None and (held.restore.has_arrived or held.restore.is_done) for held in waits):
             return 0.0
+        if any(held.restore is not None and held.restore.is_begun and not held.is_begun for held in waits):
+            return 0.0  # from now on it may wait less long
         if not waits:
             return 0.0 if self._held else None
         now_s = self._clock()
@@ -536,6 +538,9 @@ class Tiering:
             return held.begun_s + self._timeout_s
         if self._fetch == "planned":
             num_blocks = held.stop_block - held.first_block
+            is_guess = not held.sequence.restored and any(tier.read_bytes_per_s is None for tier in self.mover.tiers)
+            if held.is_begun and is_guess:
+                return held.progress_s + self._planner.first_wait_s(num_blocks * BLOCK_SIZE)
             if held.is_begun:
                 num_blocks = min(self.mover.run_blocks, num_blocks)
             return held.progress_s + self._planner.wait_s(num_blocks * BLOCK_SIZE)

@@ -419,6 +419,7 @@ class Mover:
     def _bring(self, restore: Restore) -> None:
         """Find out which tier has what, then read it run by run, until a block is nowhere."""
         restore.is_begun = True
+        self.notify()  # who waits for it waits otherwise from now on
         num_groups = len(self._block_bytes)
         keys = [block_key(digest, group) for digest in restore.digests for group in range(num_groups)]
         gap = None

@@ -22,6 +22,11 @@ _MIN_WAIT_S = 0.1
 _FIRST_WAIT_S = 2.0
 """Waiting for a run as long as nobody knows what computing it would take."""
 
+_FIRST_SHARE = 0.1
+"""Of computing all of it: so long may a tier that was never read keep a prompt waiting for its first run."""
+
+_MIN_FIRST_WAIT_S = 0.03
+
 _ALONE_SHARE = 0.3
 """Of computing's time, reading takes so much at most where it is only read: then both ends would save little, and
 computing costs others their turn."""
@@ -37,15 +42,19 @@ class Planner:
     """Measures prompts computed per second and compares with bytes read per second.
 
     Expectations may be wrong, so each run that is read while nothing is computed may take as long as computing its
-    tokens would, and no longer: then both ends are tried, and little more than one run's time was lost. One thread
-    notes steps; any may ask.
+    tokens would, and no longer: then both ends are tried, and little more than one run's time was lost. Where nothing
+    is known of a tier, the first run may take a tenth of computing all. One thread notes steps; any may ask.
 
     Args:
         clock: seconds; only differences matter.
+
+    Attributes:
+        step_tokens: most tokens that a step computes. Both ends can meet no sooner than the first step is over.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self.step_tokens = 0
         self._tokens_per_s: float | None = None
         self._probed_s: dict[str, float] = {}
 
@@ -63,7 +72,8 @@ class Planner:
         """Whether to only read so many tokens' KV from a tier that has been read at that rate (None: never yet)."""
         if bytes_per_s is None or self._tokens_per_s is None:
             return True
-        if num_bytes / bytes_per_s <= _ALONE_SHARE * num_tokens / self._tokens_per_s:
+        soonest_tokens = max(_ALONE_SHARE * num_tokens, min(self.step_tokens, num_tokens))
+        if num_bytes / bytes_per_s <= soonest_tokens / self._tokens_per_s:
             self._probed_s.pop(tier, None)
             return True
         now_s = self._clock()
@@ -83,3 +93,9 @@ class Planner:
         if self._tokens_per_s is None:
             return _FIRST_WAIT_S
         return max(_MIN_WAIT_S, num_tokens / self._tokens_per_s)
+
+    def first_wait_s(self, num_tokens: int) -> float:
+        """How long to wait for anything at all of so many tokens from a tier that was never read."""
+        if self._tokens_per_s is None:
+            return _FIRST_WAIT_S
+        return max(_MIN_FIRST_WAIT_S, _FIRST_SHARE * num_tokens / self._tokens_per_s)
