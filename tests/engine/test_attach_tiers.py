@@ -91,7 +91,18 @@ def test_a_tier_that_cannot_write_what_waits_stays_in_use(llm):
     backend.resume()
     llm.detach_tier("remote")
     assert names(llm) == []
-    assert len(backend.values) >= 12
+    assert len(backend.values) == (200 + 7) // 16
+
+
+def test_what_waits_for_a_tier_is_written_before_it_goes(llm):
+    """Just after a request, before anything has been copied, and with room for one block at a time."""
+    backend = FaultyBackend()
+    tier = Tier("remote", backend, stall_s=600)
+    llm.attach_tier(TierUse(tier, "write_through"))
+    llm._engine.core.tiering.mover._lanes[tier].buffers._max_bytes = 1
+    llm.generate(prompt(0, 290), SamplingParams(temperature=0.0, max_tokens=1))
+    llm.detach_tier("remote", timeout_s=60)
+    assert len(backend.values) == 290 // 16
 
 
 def test_names_are_unique_and_unknown_ones_are_told(llm):

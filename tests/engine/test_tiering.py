@@ -314,17 +314,43 @@ def test_writes_that_find_no_room_wait_their_turn_and_are_written_in_the_end(tmp
     backend = FaultyBackend()
     backend.delay_s = 0.01
     engine = on_tier(backend)
-    engine.core._tiering.mover._lanes["disk"].buffers._max_bytes = 1_000  # a few blocks at a time
+    lane_of(engine).buffers._max_bytes = 1_000  # a few blocks at a time
     answer(engine, CONVERSATION)
     assert engine.core.idle_s is None or engine.core._tiering.offloader.num_waiting
     saved(engine)
     assert len(backend.values) == (len(CONVERSATION) + 7) // BLOCK_SIZE
 
 
+def lane_of(engine: Engine):
+    (lane,) = engine.core.tiering.mover._lanes.values()
+    return lane
+
+
+def test_a_tier_that_hangs_holds_up_no_other_and_a_prompt_that_is_asked_again_waits_once():
+    hanging, other = FaultyBackend(), FaultyBackend()
+    tiers = [Tier(name, each, stall_s=600) for name, each in (("remote", hanging), ("disk", other))]
+    engine = toy_engine(tiers=tiers, clock=time.monotonic, fetch="best_effort")
+    for lane in engine.core.tiering.mover._lanes.values():
+        lane.buffers._max_bytes = 1  # a block at a time
+    hanging.hang()
+    for _ in range(3):
+        answer(engine, CONVERSATION)
+    deadline_s = time.monotonic() + 60
+    num_blocks = (len(CONVERSATION) + 7) // BLOCK_SIZE
+    while len(other.values) < num_blocks and time.monotonic() < deadline_s:
+        engine.core.step()
+        time.sleep(0.001)
+    assert len(other.values) == num_blocks
+    assert engine.core.tiering.offloader.num_waiting <= num_blocks
+    hanging.resume()
+    saved(engine)
+    assert len(hanging.values) == num_blocks
+
+
 def test_what_is_evicted_before_it_could_be_written_is_counted():
     backend = FaultyBackend()
     engine = on_tier(backend, num_blocks=24)
-    engine.core._tiering.mover._lanes["disk"].buffers._max_bytes = 1_000
+    lane_of(engine).buffers._max_bytes = 1_000
     engine.core._tiering.mover.tiers[0]._stall_s = 0.2
     backend.hang()
     for seed in range(4):
@@ -452,7 +478,6 @@ def test_what_memory_gives_up_the_host_tier_keeps_and_gives_back_once(tmp_path):
     assert restored >= 256
     assert output.num_cached_tokens == 288
     settle(engine)
-    time.sleep(0.05)  # deletions are not counted as pending
     # Exclusive: the pools have it now, so the host tier does not.
     host = engine.core._tiering.mover.tiers[0].backend
     keys = engine.core._tiering._keys(chain_of(CONVERSATION))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
-from spolia.tiers import Encoding, Mover, Tier
+from spolia.tiers import BlockRun, Encoding, Mover, Tier
 
 from .faults import FaultyBackend
 from .samples import PAYLOAD_BYTES, extent_of, headers
@@ -70,3 +72,73 @@ def test_a_block_that_is_read_while_it_is_dropped_is_not_taken_for_there():
     (payload,) = tier.get_into([key], [memoryview(bytearray(len(extent)))])
     assert payload is not None
     assert not tier.knows(key)
+
+
+class Failing:
+    """A codec that breaks as often as it is told to."""
+
+    name = "failing"
+    num_failures = 0
+
+    def payload_bytes(self, group: int) -> int:
+        return PAYLOAD_BYTES
+
+    def encode(self, group, block):
+        self.fail()
+        return block
+
+    def decode(self, group, payload, block):
+        self.fail()
+        block[:] = payload
+
+    def fail(self) -> None:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise ValueError("a bug")
+
+
+def test_a_job_that_fails_is_a_miss_and_the_next_ones_are_done():
+    codec, backend = Failing(), FaultyBackend()
+    tier = Tier("host", backend, stall_s=600)
+    encoding = Encoding("test/f32", (PAYLOAD_BYTES,), codec)
+    mover = Mover([tier], encodings=[encoding], staging_bytes=1, num_readers=1)  # a buffer that is lost is missed
+    (header,) = headers(1)
+
+    def store() -> None:
+        assert mover.store(tier, header.encode(), 0, BLOCK, encoding)
+        assert mover.flush(20)
+
+    def restore() -> BlockRun | None:
+        restore = mover.fetch([header.digest], 0, encoding)
+        deadline_s = time.monotonic() + 20
+        while not restore.is_done:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        return restore.take_run()
+
+    codec.num_failures = 1
+    store()
+    assert (list(backend.values), mover.has(tier, header.key)) == ([], False)
+    store()
+    assert list(backend.values) == [header.key]
+    codec.num_failures = 1
+    assert restore() is None
+    run = restore()
+    assert run is not None
+    assert run.payloads[0][0].tobytes() == BLOCK.tobytes()
+    mover.give_back(run)
+    mover.close()
+
+
+def test_a_tier_that_is_on_its_way_out_is_closed_with_the_others():
+    closed = []
+
+    class Closing(FaultyBackend):
+        def close(self) -> None:
+            closed.append(self)
+
+    tiers = [Tier(name, Closing()) for name in ("one", "two")]
+    mover = Mover(tiers, encodings=[Encoding("test/f32", (PAYLOAD_BYTES,))])
+    mover.hide(tiers[0])
+    mover.close()
+    assert closed == [tier.backend for tier in tiers]

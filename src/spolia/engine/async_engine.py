@@ -367,6 +367,10 @@ class AsyncEngine:
         """As `LLM.detach_tier`."""
         await asyncio.to_thread(self._thread.detach_tier, name, timeout_s)
 
+    async def retire_tier(self, name: str, timeout_s: float = 10.0) -> tuple[TierUse, int]:
+        """As `EngineThread.retire_tier`."""
+        return await asyncio.to_thread(self._thread.retire_tier, name, timeout_s)
+
     @property
     def kv_bytes(self) -> int:
         """Memory that the KV pools may take now."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -25,6 +26,8 @@ __all__ = ["EngineThread"]
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+_LOOK_S = 0.01
 
 
 class _Command(NamedTuple):
@@ -114,12 +117,23 @@ class EngineThread(Generic[S]):
             StorageUnavailable: not all could be written. The tier is in use as before.
             InvalidRequest: there is none of that name.
         """
-        tiering = self.call(lambda core: core.tiering).result()
-        use, index = self.call(lambda core: core.tiering.retire(name)).result()
-        if not tiering.flush(use, timeout_s):
-            self.call(lambda core: core.tiering.reinstate(use, index)).result()
-            raise StorageUnavailable(f"tier {name} has not written all within {timeout_s} s; it stays in use")
+        use, _ = self.retire_tier(name, timeout_s)
         self.call(lambda core: core.tiering.detach(use)).result()
+
+    def retire_tier(self, name: str, timeout_s: float = 10.0) -> tuple[TierUse, int]:
+        """As `detach_tier`, but it keeps what it has, for `Tiering.reinstate`, until `Tiering.detach`.
+
+        Returns:
+            The tier, and its place.
+        """
+        use, index = self.call(lambda core: core.tiering.retire(name)).result()
+        deadline_s = time.monotonic() + timeout_s
+        while self.call(lambda core: core.tiering.num_unwritten(use)).result():
+            if time.monotonic() >= deadline_s:
+                self.call(lambda core: core.tiering.reinstate(use, index)).result()
+                raise StorageUnavailable(f"tier {name} has not written all within {timeout_s} s; it stays in use")
+            time.sleep(_LOOK_S)
+        return use, index
 
     def drain(self) -> None:
         """Refuse new requests; those there are go on to their end."""

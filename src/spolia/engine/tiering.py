@@ -13,7 +13,7 @@ runs. All of it is called on the engine's thread.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -70,7 +70,8 @@ class Offloader:
         used often ─▶ selective
         evicted ────▶ the first write_back, and whatever above it still lacks the block
 
-    What finds no room in the buffers waits in line, in its pool: its tag tells whether it is still there.
+    What finds no room in the buffers waits in its tier's line, in its pool: its tag tells whether it is still there. A
+    tier that hangs holds up nobody else's.
 
     Args:
         pools: uint8 `[num_blocks, block_bytes]` a group.
@@ -89,7 +90,7 @@ class Offloader:
         self._selective: list[TierUse] = []
         self.use(uses)
         self._num_uses: OrderedDict[bytes, int] = OrderedDict()  # by key, for selective tiers
-        self._line: deque[tuple[int, int, Tag, Tier]] = deque()  # (group, block id, tag, where to)
+        self._lines: dict[Tier, dict[tuple[int, int], Tag]] = {}  # by (group, block id); none is empty
         self.num_lost_blocks = 0  # evicted before there was room to copy them
 
     def use(self, uses: Seq[TierUse]) -> None:
@@ -126,26 +127,28 @@ class Offloader:
             key = key_of(tag)
             tiers = [*self._write_through, *self._write_back]
             tiers += [use.tier for use in self._selective if self._num_uses.get(key, 0) >= use.min_uses]
-            taken = [self._copy(tier, group, block_id, tag) for tier in tiers]
+            tiers += [tier for tier in list(self._lines) if self._take(tier, (group, block_id)) == tag]
+            taken = [self._copy(tier, group, block_id, tag) for tier in dict.fromkeys(tiers)]
             if not all(taken):
                 self.num_lost_blocks += 1
 
     def pump(self, cache: KVCache, max_bytes: int | None) -> None:
-        """Copy from the line what there is room for, up to `max_bytes`."""
+        """Copy from the lines, in turn, what there is room for, up to `max_bytes`."""
         num_bytes = 0
-        while self.can_pump and (max_bytes is None or num_bytes < max_bytes):
-            group, block_id, tag, tier = self._line.popleft()
-            if tier in self._mover.tiers and cache.tags(group, np.array([block_id], np.int32)) == [tag]:
-                self._copy(tier, group, block_id, tag)
-                num_bytes += self._pools[group].shape[1]
+        while ready := [tier for tier in self._lines if self._has_room(tier)]:
+            for tier in ready:
+                if max_bytes is not None and num_bytes >= max_bytes:
+                    return
+                group, block_id = place = next(iter(self._lines[tier]))
+                tag = self._take(tier, place)
+                if tag is not None and cache.tags(group, np.array([block_id], np.int32)) == [tag]:
+                    self._copy(tier, group, block_id, tag)
+                    num_bytes += self._pools[group].shape[1]
 
     @property
     def can_pump(self) -> bool:
         """Whether `pump` has something to do."""
-        if not self._line:
-            return False
-        group, _, _, tier = self._line[0]
-        return tier not in self._mover.tiers or not tier.is_usable or self._mover.has_room(tier, group)
+        return any(map(self._has_room, self._lines))
 
     def send(self, tier: Tier, group: int, block_ids: NDArray[np.int32], tags: Seq[Tag]) -> None:
         """Have these blocks written to a tier, whatever its use."""
@@ -153,21 +156,36 @@ class Offloader:
 
     def forget(self, is_unwanted: Callable[[Tag], bool]) -> None:
         """Write nothing of that kind that is still in line."""
-        self._line = deque(entry for entry in self._line if not is_unwanted(entry[2]))
+        for tier, line in list(self._lines.items()):
+            for place in [place for place, tag in line.items() if is_unwanted(tag)]:
+                self._take(tier, place)
 
     def num_waiting_for(self, tier: Tier) -> int:
         """Blocks in line, or on their way, to one tier."""
-        return sum(target is tier for _, _, _, target in self._line) + self._mover.num_pending_for(tier)
+        return len(self._lines.get(tier, ())) + self._mover.num_pending_for(tier)
 
     @property
     def num_waiting(self) -> int:
-        """Blocks in line."""
-        return len(self._line)
+        """Blocks in line, each as often as there are tiers that it waits for."""
+        return sum(map(len, self._lines.values()))
 
     def _line_up(self, tier: Tier, group: int, block_ids: NDArray[np.int32], tags: Seq[Tag]) -> None:
         for block_id, tag in zip(block_ids.tolist(), tags, strict=True):
             if not self._mover.has(tier, key_of(tag)):
-                self._line.append((group, block_id, tag, tier))
+                self._lines.setdefault(tier, {})[group, block_id] = tag
+
+    def _take(self, tier: Tier, place: tuple[int, int]) -> Tag | None:
+        """Out of a tier's line; None: it is not there."""
+        line = self._lines.get(tier, {})
+        tag = line.pop(place, None)
+        if not line:
+            self._lines.pop(tier, None)
+        return tag
+
+    def _has_room(self, tier: Tier) -> bool:
+        """Whether the first in a tier's line need not wait; a tier that is down gets nothing, and keeps nobody."""
+        group, _ = next(iter(self._lines[tier]))
+        return not tier.is_usable or self._mover.has_room(tier, group)
 
     def _copy(self, tier: Tier, group: int, block_id: int, tag: Tag) -> bool:
         """To a tier, if it lacks the block; False if there was no room. A tier that is down gets nothing."""
@@ -310,7 +328,7 @@ class Tiering:
         self.offloader.use(self._uses)
 
     def retire(self, name: str) -> tuple[TierUse, int]:
-        """Begin to take a tier out of use: nothing new is written to it or read from it.
+        """Begin to take a tier out of use: nothing is read from it, and only what waits for it now is written to it.
 
         Returns:
             The tier, and its place, for `reinstate`.
@@ -337,9 +355,9 @@ class Tiering:
         """Let go of a tier that was retired."""
         self.mover.detach(use.tier)
 
-    def flush(self, use: TierUse, timeout_s: float) -> bool:
-        """Wait until all for a tier is written; False if that took longer. Not to be called on the engine's thread."""
-        return self.mover.flush(timeout_s, use.tier)
+    def num_unwritten(self, use: TierUse) -> int:
+        """Blocks that are to be written to a tier, retired or not, and are not yet."""
+        return self.offloader.num_waiting_for(use.tier)
 
     # -- Down ----------------------------------------------------------------------------------------------------------
 

@@ -107,7 +107,8 @@ async def apply_changes(
     """
     changes: list[Change] = []
     undos: list[tuple[Change, Undo]] = []
-    for change, act in _acts(served, admin, wanted, may_grow_bytes):
+    retired: list[TierUse] = []
+    for change, act in _acts(served, admin, wanted, may_grow_bytes, retired):
         changes.append(change)
         try:
             undos.append((change, await act()))
@@ -120,15 +121,22 @@ async def apply_changes(
                 except SpoliaError as trouble:
                     done.outcome, done.error = "not_undone", str(trouble)
             break
+    else:
+        for use in retired:  # what a tier has is given up only when no change can fail any more
+            await served.engine.call(lambda core, use=use: core.tiering.detach(use))  # type: ignore[misc]
     if not changes:
         raise InvalidRequest("nothing to change; send kv_policy, kv_memory, attach or detach", param="kv_policy")
     return changes
 
 
 def _acts(
-    served: ServedModel, admin: CacheAdmin, wanted: ConfigChange, may_grow_bytes: int | None
+    served: ServedModel, admin: CacheAdmin, wanted: ConfigChange, may_grow_bytes: int | None, retired: list[TierUse]
 ) -> Iterator[tuple[Change, Callable[[], Awaitable[Undo]]]]:
-    """Each change, and what makes it and says how to undo it."""
+    """Each change, and what makes it and says how to undo it.
+
+    Args:
+        retired: gets the tiers that are to be detached at last.
+    """
     engine = served.engine
     if wanted.kv_policy is not None:
         policy = Change("kv_policy", None, wanted.kv_policy)
@@ -137,7 +145,7 @@ def _acts(
         memory = Change("kv_memory", None, wanted.kv_memory)
         yield memory, partial(_resize, engine, memory, may_grow_bytes)
     for name in wanted.detach:
-        yield Change("detach", name, None), partial(_detach, engine, name)
+        yield Change("detach", name, None), partial(_detach, engine, name, retired)
     for spec in wanted.attach:
         attach = Change("attach", None, spec.name)
         yield attach, partial(_attach, engine, spec, attach)
@@ -175,13 +183,12 @@ async def _resize(engine: AsyncEngine, change: Change, may_grow_bytes: int | Non
     return undo
 
 
-async def _detach(engine: AsyncEngine, name: str) -> Undo:
-    uses: list[TierUse] = await engine.call(lambda core: list(core.tiering.uses))
-    index = next((index for index, use in enumerate(uses) if use.tier.name == name), len(uses))
-    await engine.detach_tier(name)
+async def _detach(engine: AsyncEngine, name: str, retired: list[TierUse]) -> Undo:
+    use, index = await engine.retire_tier(name)
+    retired.append(use)
 
     async def undo() -> None:
-        await engine.attach_tier(uses[index], index)
+        await engine.call(lambda core: core.tiering.reinstate(use, index))
 
     return undo
 
@@ -190,8 +197,12 @@ async def _attach(engine: AsyncEngine, spec: AttachTier, change: Change) -> Undo
     there = await engine.call(lambda core: {use.tier.name for use in core.tiering.uses})
     use = await asyncio.to_thread(_open, engine, spec, there)
     change.after = use.tier.name
-    # Memory is the fastest: it comes first.
-    await engine.attach_tier(use, 0 if spec.host is not None else None)
+    try:
+        # Memory is the fastest: it comes first.
+        await engine.attach_tier(use, 0 if spec.host is not None else None)
+    except SpoliaError:
+        await asyncio.to_thread(use.tier.close)
+        raise
 
     async def undo() -> None:
         await engine.detach_tier(use.tier.name)

@@ -13,6 +13,7 @@ the engine has not given back yet.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -31,6 +32,8 @@ from .keys import block_key
 from .tier import Tier
 
 __all__ = ["BlockRun", "Mover", "Restore"]
+
+logger = logging.getLogger("spolia.tiers")
 
 _RUN_BYTES = 4 << 20
 """A run of blocks that is read and handed over together."""
@@ -222,7 +225,7 @@ class Mover:
         self._reads = BufferPool(staging_bytes)
         # A tier that hangs keeps its own share and no more.
         self._share_bytes = staging_bytes // max(1, len(self.tiers))
-        self._lanes = {tier.name: _Lane(tier, self._share_bytes, self._write) for tier in self.tiers}
+        self._lanes = {tier: _Lane(tier, self._share_bytes, self._write) for tier in self.tiers}
         self._restores: queue.SimpleQueue[Restore | None] = queue.SimpleQueue()
         self._readers = [
             threading.Thread(target=self._read, name=f"spolia-reader-{i}", daemon=True) for i in range(num_readers)
@@ -233,7 +236,7 @@ class Mover:
 
     def attach(self, tier: Tier, index: int) -> None:
         """Use one more tier, as the `index`-th fastest."""
-        self._lanes = {**self._lanes, tier.name: _Lane(tier, self._share_bytes, self._write)}
+        self._lanes = {**self._lanes, tier: _Lane(tier, self._share_bytes, self._write)}
         self.tiers = (*self.tiers[:index], tier, *self.tiers[index:])
 
     def hide(self, tier: Tier) -> None:
@@ -246,8 +249,8 @@ class Mover:
 
     def detach(self, tier: Tier) -> None:
         """Forget a tier that was hidden, and close it when its writer is done."""
-        lane = self._lanes[tier.name]
-        self._lanes = {name: other for name, other in self._lanes.items() if other is not lane}
+        lane = self._lanes[tier]
+        self._lanes = {each: other for each, other in self._lanes.items() if each is not tier}
         lane.is_leaving = True
         lane.queue.put(None)
 
@@ -255,15 +258,15 @@ class Mover:
 
     def has(self, tier: Tier, key: bytes) -> bool:
         """Whether a tier has this block, or is about to."""
-        return self._lanes[tier.name].has(key)
+        return self._lanes[tier].has(key)
 
     def has_room(self, tier: Tier, group: int) -> bool:
         """Whether `store` would take a block of this group."""
-        return self._lanes[tier.name].buffers.has_room(self._buffer_bytes[group])
+        return self._lanes[tier].buffers.has_room(self._buffer_bytes[group])
 
     def store(self, tier: Tier, header: bytes, group: int, block: Bytes, encoding: Encoding) -> bool:
         """Copy a block and have it encoded and written; False, with nothing done, if too much waits already."""
-        lane = self._lanes[tier.name]
+        lane = self._lanes[tier]
         buffer = lane.buffers.take(self._buffer_bytes[group])
         if buffer is None:
             return False
@@ -275,7 +278,7 @@ class Mover:
 
     def touch(self, tier: Tier, keys: Sequence[bytes]) -> None:
         """Have a tier note that these were used, the first to be kept longest."""
-        self._lanes[tier.name].queue.put(_Touch(keys))
+        self._lanes[tier].queue.put(_Touch(keys))
 
     def discard(self, tier: Tier, keys: Sequence[bytes]) -> Future[None]:
         """Have a tier drop these, and what is in line to be stored under them. What is stored from now on stays.
@@ -284,12 +287,12 @@ class Mover:
             Done when the tier has been told.
         """
         job = _Delete(keys, Future())
-        self._lanes[tier.name].put(job)
+        self._lanes[tier].put(job)
         return job.done
 
     def demote(self, tier: Tier, key: bytes, extent: memoryview) -> bool:
         """Copy an extent that leaves the tier above. Any thread; False if too much waits already."""
-        lane = self._lanes.get(tier.name)
+        lane = self._lanes.get(tier)
         if lane is None or not tier.is_usable or lane.has(key):
             return True
         buffer = lane.buffers.take(len(extent))
@@ -306,7 +309,7 @@ class Mover:
 
     def num_pending_for(self, tier: Tier) -> int:
         """Of these, those for one tier."""
-        lane = self._lanes.get(tier.name)
+        lane = self._lanes.get(tier)
         return 0 if lane is None else lane.num_pending
 
     @property
@@ -351,11 +354,10 @@ class Mover:
 
     # -- The end -------------------------------------------------------------------------------------------------------
 
-    def flush(self, timeout_s: float, tier: Tier | None = None) -> bool:
-        """Wait until all that was handed over (for one tier) is written; False if that took longer. Any thread."""
-        lanes = list(self._lanes.values()) if tier is None else [self._lanes[tier.name]]
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was handed over is written; False if that took longer. Any thread."""
         deadline_s = time.monotonic() + timeout_s
-        while any(lane.num_pending for lane in lanes):
+        while self.num_pending:
             if time.monotonic() >= deadline_s:
                 return False
             time.sleep(0.002)
@@ -369,7 +371,7 @@ class Mover:
             self._restores.put(None)
         for thread in [*(lane.thread for lane in self._lanes.values()), *(self._readers if self._is_reading else ())]:
             thread.join(timeout_s)
-        for tier in self.tiers:
+        for tier in self._lanes:  # those that are hidden, too
             tier.close()
 
     # -- The writers' threads ------------------------------------------------------------------------------------------
@@ -383,28 +385,38 @@ class Mover:
                 if len(stores) == _BATCH or lane.queue.empty():
                     break
                 job = lane.queue.get()
-            if stores:
-                self._put(lane, stores)
-            if isinstance(job, _Touch):
-                lane.tier.touch(job.keys)
-            elif isinstance(job, _Delete):
-                lane.tier.delete(job.keys)
-                lane.note_done(job)
-                if job.done.set_running_or_notify_cancel():  # else whoever waited for it has gone
-                    job.done.set_result(None)
-            elif job is None:
-                if lane.is_leaving:
+            try:
+                if stores:
+                    self._put(lane, stores)
+                if isinstance(job, _Touch):
+                    lane.tier.touch(job.keys)
+                elif isinstance(job, _Delete):
+                    self._delete(lane, job)
+                elif job is None and lane.is_leaving:
                     lane.tier.close()
+            except Exception:  # what comes after is written all the same
+                logger.exception("tier=%s did not get what it was to get", lane.tier.name)
+            if job is None:
                 return
 
     def _put(self, lane: _Lane, stores: list[_Store]) -> None:
-        ready = [(store.key, extent) for store in stores if (extent := store.extent()) is not None]
-        if ready:
-            lane.tier.put([key for key, _ in ready], [extent for _, extent in ready])
-        for store in stores:
-            lane.buffers.give(store.buffer)
-            lane.note_done(store)
-        self.notify()
+        try:
+            ready = [(store.key, extent) for store in stores if (extent := store.extent()) is not None]
+            if ready:
+                lane.tier.put([key for key, _ in ready], [extent for _, extent in ready])
+        finally:
+            for store in stores:
+                lane.buffers.give(store.buffer)
+                lane.note_done(store)
+            self.notify()
+
+    def _delete(self, lane: _Lane, job: _Delete) -> None:
+        try:
+            lane.tier.delete(job.keys)
+        finally:
+            lane.note_done(job)
+            if job.done.set_running_or_notify_cancel():  # else whoever waited for it has gone
+                job.done.set_result(None)
 
     # -- The readers' threads ------------------------------------------------------------------------------------------
 
@@ -412,6 +424,8 @@ class Mover:
         while (restore := self._restores.get()) is not None:
             try:
                 self._bring(restore)
+            except Exception:  # what has not arrived is a miss, and others are read all the same
+                logger.exception("a restore of %d blocks was given up", restore.num_blocks)
             finally:
                 restore.is_done = True
                 self.notify()
@@ -514,10 +528,13 @@ class Mover:
             if buffer is None:
                 break
             buffers.append(buffer)
-        payloads = self._read_blocks(restore.encoding, tier, keys, buffers) if len(buffers) == len(keys) else []
-        whole = len(payloads) // num_groups
-        for buffer in buffers[whole * num_groups :]:
-            self._reads.give(buffer)
+        whole = 0
+        try:
+            payloads = self._read_blocks(restore.encoding, tier, keys, buffers) if len(buffers) == len(keys) else []
+            whole = len(payloads) // num_groups
+        finally:
+            for buffer in buffers[whole * num_groups :]:
+                self._reads.give(buffer)
         if not whole:
             return None
         by_group = tuple(tuple(islice(payloads, group, whole * num_groups, num_groups)) for group in range(num_groups))

@@ -264,6 +264,9 @@ class Tier:
             )
 
     def close(self) -> None:
+        """Let go of the backend, which may forget what it has: nothing is taken for there any more."""
+        with self._lock:
+            self._known.clear()
         self.backend.close()
 
     # -- Parts ---------------------------------------------------------------------------------------------------------
