@@ -29,7 +29,7 @@ OURS = {
 # What clients of these servers send, and nothing here reads: all as one word each.
 OPENAI = "user store metadata service_tier prompt_cache_key prompt_cache_retention safety_identifier reasoning_effort "
 OPENAI += "verbosity web_search_options include_obfuscation moderation"
-VLLM = "spaces_between_special_tokens detokenize continue_final_message add_special_tokens documents chat_template "
+VLLM = "spaces_between_special_tokens detokenize add_special_tokens "
 VLLM += "mm_processor_kwargs request_id return_tokens_as_token_ids kv_transfer_params vllm_xargs include_reasoning "
 VLLM += "guided_decoding_backend guided_whitespace_pattern prompt_embeds media_io_kwargs top_a repetition_penalty_range"
 LLAMA = "cache_prompt n_keep n_discard n_indent t_max_predict_ms post_sampling_probs timings_per_token response_fields "

@@ -80,6 +80,9 @@ def build_engine(
         policy = make_policy(config.kv_policy)
     except ValueError as error:
         raise InvalidRequest(f"kv_policy: {error}", param="kv_policy") from None
+    processors = {
+        name: import_processor(path) for name, _, path in (entry.partition("=") for entry in config.processors)
+    }
     num_threads = config.num_threads or default_num_threads()
     drafting = None if config.draft_model is None else _load_drafting(config.draft_model, model)
     models = [model] if drafting is None else [model, drafting]
@@ -179,9 +182,7 @@ def build_engine(
         clock=clock,
         has_exact_kv=config.kv_dtype != "int8",
         depth=Depth(executable.num_layers, model.program.has_tied_head),
-        processors={
-            name: import_processor(path) for name, _, path in (entry.partition("=") for entry in config.processors)
-        },
+        processors=processors,
     )
     resolved = replace(
         config,

@@ -35,6 +35,9 @@ __all__ = [
 # Values under which a field that is not supported changes nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -77,6 +80,9 @@ class SamplingRequest(SamplingFields, kw_only=True):
 
     # Refused unless neutral; see `_NEUTRAL`.
     audio: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
     function_call: Any = None
     functions: Any = None
     modalities: Any = None

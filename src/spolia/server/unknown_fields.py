@@ -21,7 +21,6 @@ _MAX_SHOWN = 64
 # Of other servers, and spelt nearly like one of ours that means something else.
 _OTHERS = frozenset(
     {
-        "chat_template",
         "draft_num_predict",
         "generation_prompt",
         "parse_tool_calls",
