@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -127,6 +128,31 @@ def test_a_job_that_fails_is_a_miss_and_the_next_ones_are_done():
     assert run is not None
     assert run.payloads[0][0].tobytes() == BLOCK.tobytes()
     mover.give_back(run)
+    mover.close()
+
+
+def test_whoever_waits_for_a_drop_hears_of_it_though_what_was_to_be_stored_before_failed():
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Waiting(FaultyBackend):
+        def put(self, keys, values):
+            entered.set()
+            assert go_on.wait(20)
+            return super().put(keys, values)
+
+    codec, tier = Failing(), Tier("host", Waiting(), stall_s=600)
+    encoding = Encoding("test/f32", (PAYLOAD_BYTES,), codec)
+    mover = Mover([tier], encodings=[encoding])
+    first, second = headers(2)
+    assert mover.store(tier, first.encode(), 0, BLOCK, encoding)
+    assert entered.wait(20)
+    codec.num_failures = 1
+    assert mover.store(tier, second.encode(), 0, BLOCK, encoding)
+    dropped = mover.discard(tier, [first.key])
+    go_on.set()
+    dropped.result(20)
+    assert mover.flush(20)
+    assert not mover.has(tier, first.key)
     mover.close()
 
 

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -385,21 +386,26 @@ class Mover:
                 if len(stores) == _BATCH or lane.queue.empty():
                     break
                 job = lane.queue.get()
-            try:
-                if stores:
-                    self._put(lane, stores)
-                if isinstance(job, _Touch):
-                    lane.tier.touch(job.keys)
-                elif isinstance(job, _Delete):
-                    self._delete(lane, job)
-                elif job is None and lane.is_leaving:
-                    lane.tier.close()
-            except Exception:  # what comes after is written all the same
-                logger.exception("tier=%s did not get what it was to get", lane.tier.name)
+            for act in (partial(self._put, lane, stores), partial(self._do, lane, job)):
+                try:
+                    act()
+                except Exception:  # what comes after is written all the same
+                    logger.exception("tier=%s did not get what it was to get", lane.tier.name)
             if job is None:
                 return
 
+    def _do(self, lane: _Lane, job: _Store | _Touch | _Delete | None) -> None:
+        """What is no store."""
+        if isinstance(job, _Touch):
+            lane.tier.touch(job.keys)
+        elif isinstance(job, _Delete):
+            self._delete(lane, job)
+        elif job is None and lane.is_leaving:
+            lane.tier.close()
+
     def _put(self, lane: _Lane, stores: list[_Store]) -> None:
+        if not stores:
+            return
         try:
             ready = [(store.key, extent) for store in stores if (extent := store.extent()) is not None]
             if ready:
