@@ -78,8 +78,8 @@ class AsyncEngine:
     ) -> None:
         self._engine = model if isinstance(model, Engine) else build_engine(model, config, observer=observer)
         self._thread: EngineThread[_Mailbox] = EngineThread(self._engine.core, _deliver)
+        self._salts: dict[str, None] = {"": None}  # the last one used at the end
         # By id of the loop, which lives as long as its outbox, and that as long as its streams.
-        self._salts: set[str] = {""}
         self._outboxes: weakref.WeakValueDictionary[int, _Outbox] = weakref.WeakValueDictionary()
         weakref.finalize(self, self._thread.close)  # the thread ends with its owner, or before the interpreter does
         self.sessions = SessionStore(
@@ -184,8 +184,10 @@ class AsyncEngine:
         request = self._admission.admit(
             prompt, params, request_id=request_id, cache_salt=cache_salt, wishes=wishes, tenant=tenant
         )
-        if len(self._salts) < _MAX_SALTS:
-            self._salts.add(cache_salt)
+        self._salts.pop(cache_salt, None)
+        self._salts[cache_salt] = None
+        if len(self._salts) > _MAX_SALTS:
+            del self._salts[next(iter(self._salts))]
         mailbox = _Mailbox(self._outbox())
         self._thread.submit([(request, mailbox)])
         return TokenStream(request, mailbox, self._thread.abort)
@@ -270,7 +272,7 @@ class AsyncEngine:
 
     @property
     def salts(self) -> frozenset[str]:
-        """Those that requests had so far, up to a limit: no namespace tells its own."""
+        """Those that requests had last, up to a limit: no namespace tells its own."""
         return frozenset(self._salts)
 
     def spend(self, token_ids: Sequence[int], *, cache_salt: str = "") -> None:

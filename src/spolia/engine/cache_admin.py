@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from spolia.engine.async_engine import AsyncEngine
 
 __all__ = ["CacheAdmin", "ClearReport", "CompressReport", "Lookup"]
+
+logger = logging.getLogger("spolia.engine")
 
 _LOOK_S = 0.01
 
@@ -362,4 +365,5 @@ def _list(tier: Tier, namespaces: Collection[bytes] | None) -> _Found:
     try:
         return find_headers(tier.backend, namespaces)
     except Exception:  # a backend may be anybody's: it is told as one that cannot be listed
+        logger.warning("tier=%s cannot be listed", tier.name, exc_info=True)
         return None

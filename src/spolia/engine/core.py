@@ -213,11 +213,13 @@ class EngineCore:
         sequence = Sequence(request, text_stream(request, token_bytes))
         if request.guide is not None:
             sequence.pair_with(Sequence(request.guide, TextStream(token_bytes)))
-        elif self._drafter is not None and params.context_shift is None:  # guesses go by places, which shift
-            sequence.guesser = self._drafter.guesser(request, sequence.token_ids)
         if not self.can_end(sequence):  # it was admitted for pools that have been made smaller since
+            self._num_finished["error"] += 1
             self._deltas.append((request.request_id, Overloaded(_SMALLER)))
             return
+        if request.guide is None and self._drafter is not None and params.context_shift is None:
+            # Guesses go by places, which a shift changes.
+            sequence.guesser = self._drafter.guesser(request, sequence.token_ids)
         self._by_id[request.request_id] = sequence
         if request.tenant.name:
             self._tenants[request.namespace] = request.tenant.name
