@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from typing import Any
 
@@ -355,6 +356,17 @@ def test_exact_kv_is_compressed_and_is_then_told_as_rounded_and_never_taken_for_
     assert answer(rounding, prompt(0), exact_kv=True) == (said, 0, None)
 
 
+@pytest.mark.parametrize("way", ["prompt", "session", "namespace"])
+def test_clearing_takes_exact_kv_too(rounding, way):
+    session = httpx.post(f"{rounding.url}/v1/sessions", json={"ttl": 100}).json()["id"]
+    said = evicted(rounding, prompt(0), session=session)
+    here = answer(rounding, prompt(1), exact_kv=True)[0]
+    chosen = {"prompt": prompt(0)} if way == "prompt" else {"session": session} if way == "session" else {way: True}
+    assert rounding.post("clear", **chosen)["num_tier_blocks"]["disk"] >= 6
+    assert answer(rounding, prompt(0), exact_kv=True) == (said, 0, None)
+    assert answer(rounding, prompt(1), exact_kv=True) == (here, 0 if way == "namespace" else 99, None)
+
+
 def test_what_others_go_on_from_is_there_in_both_ways(rounding):
     base, ways = prompt(0, 64), [prompt(1, 40), prompt(2, 40)]
     answer(rounding, [*base, *ways[0]], exact_kv=True)
@@ -413,3 +425,10 @@ def test_an_admin_compresses_what_a_tenant_has(tmp_path):
             assert ask(ALICE, cache_salt=salt) == {"cached_tokens": 96, "rounded_tokens": {"int8": 96}}
             assert ask(BOB, cache_salt=salt)["cached_tokens"] == 0
     asyncio.run(engine.aclose())
+
+
+def test_a_folder_is_one_tiers_alone(server, tmp_path):
+    for folder in (tmp_path / "kv", tmp_path / "kv" / "inside", tmp_path):
+        answered = httpx.post(f"{server.url}/v1/cache/config", json={"attach": [{"disk": str(folder)}]}).json()
+        assert "tier disk is in" in json.dumps(answered), answered
+    assert [tier["name"] for tier in httpx.get(f"{server.url}/v1/cache/config").json()["tiers"]] == ["host", "disk"]

@@ -270,6 +270,10 @@ class AsyncEngine:
         """What requests with this salt share that want exact KV; the same where tiers keep all KV as it is."""
         return self._admission.namespace_for(cache_salt, is_exact=True)
 
+    def namespaces(self, cache_salt: str = "") -> frozenset[bytes]:
+        """All that requests with this salt share, those that want exact KV and the others."""
+        return frozenset({self.namespace(cache_salt), self.exact_namespace(cache_salt)})
+
     @property
     def salts(self) -> frozenset[str]:
         """Those that requests had last, up to a limit: no namespace tells its own."""

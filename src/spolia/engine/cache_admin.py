@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -289,8 +290,23 @@ class CacheAdmin:
     async def _clear_tokens(
         self, cache_salt: str, token_ids: Sequence[int], *, is_alone: bool, tiers: bool, pinned: bool
     ) -> ClearReport:
-        namespace = self._engine.namespace(cache_salt)
+        reports = [
+            await self._clear_in(namespace, token_ids, is_alone=is_alone, tiers=tiers, pinned=pinned)
+            for namespace in self._engine.namespaces(cache_salt)
+        ]
+        num_tier_blocks: Counter[str] = Counter()
+        for report in reports:
+            num_tier_blocks.update(report.num_tier_blocks)
+        return ClearReport(
+            sum(report.num_tokens for report in reports),
+            dict(num_tier_blocks),
+            reports[0].unlisted,
+            tuple(pin for report in reports for pin in report.kept_pins),
+        )
 
+    async def _clear_in(
+        self, namespace: bytes, token_ids: Sequence[int], *, is_alone: bool, tiers: bool, pinned: bool
+    ) -> ClearReport:
         def drop(core: EngineCore) -> tuple[int, set[bytes], list[bytes], int, tuple[int, ...]]:
             num_tokens, tags = core.cache.clear_prefix(namespace, token_ids, is_alone=is_alone, pinned=pinned)
             keys = {key_of(tag) for tag in tags}

@@ -293,11 +293,12 @@ class SamplingParams:
             )
         if self.context_shift is not None:
             self._set("context_shift", _context_shift(self.context_shift))
-            if self.guidance_scale != 1 or self.max_tokens is None:
+            if self.max_tokens is None:
                 raise InvalidRequest(
-                    "context_shift needs max_tokens, or nothing would end the answer, and no guidance_scale",
-                    param="context_shift",
+                    "context_shift needs max_tokens, or nothing would end the answer", param="context_shift"
                 )
+            if self.guidance_scale != 1:
+                raise InvalidRequest("context_shift does not go with guidance_scale", param="context_shift")
         self._set("stopping_criteria", as_tuple("stopping_criteria", self.stopping_criteria))
         if not all(map(callable, self.stopping_criteria)):
             raise InvalidRequest(

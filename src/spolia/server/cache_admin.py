@@ -241,7 +241,7 @@ class CacheAdminEndpoints:
         if body.all:
             return await admin.clear(tiers=body.tiers, pinned=body.pinned)
         if body.namespace:
-            return await admin.clear({served.engine.namespace(salt)}, tiers=body.tiers, pinned=body.pinned)
+            return await admin.clear(served.engine.namespaces(salt), tiers=body.tiers, pinned=body.pinned)
         if body.tenant is not None:
             tenant = body.tenant
             known = await served.engine.call(lambda core: core.namespaces_of(tenant))

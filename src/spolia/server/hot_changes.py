@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -194,7 +194,10 @@ async def _detach(engine: AsyncEngine, name: str, retired: list[TierUse]) -> Und
 
 
 async def _attach(engine: AsyncEngine, spec: AttachTier, change: Change) -> Undo:
-    there = await engine.call(lambda core: {use.tier.name for use in core.tiering.uses})
+    tiers = await engine.call(lambda core: [use.tier for use in core.tiering.uses])
+    there = {tier.name for tier in tiers}
+    if spec.disk is not None:
+        _check_apart(Path(spec.disk), tiers)
     use = await asyncio.to_thread(_open, engine, spec, there)
     change.after = use.tier.name
     try:
@@ -236,6 +239,23 @@ def _open(engine: AsyncEngine, spec: AttachTier, there: Collection[str]) -> Tier
         raise InvalidRequest(f"remote is {spec.remote!r}; give a URL", param="attach")
     remote = open_remote(spec.remote or "", ttl_s=config.kv_ttl_s)
     return TierUse(Tier(name, remote, sealer=engine.sealer), spec.write or config.kv_write)
+
+
+def _check_apart(folder: Path, tiers: Sequence[Tier]) -> None:
+    """
+    Raises:
+        InvalidRequest: a tier is there, above it or below: their sizes would contradict each other.
+    """
+    place = folder.resolve()
+    for tier in tiers:
+        if isinstance(tier.backend, FolderBackend):
+            other = tier.backend.folder.resolve()
+            if place.is_relative_to(other) or other.is_relative_to(place):
+                raise InvalidRequest(
+                    f"disk is {str(folder)!r}, and tier {tier.name} is in {str(other)!r}; give another folder, or "
+                    "detach that tier first",
+                    param="attach",
+                )
 
 
 def _name(spec: AttachTier, there: Collection[str]) -> str:

@@ -88,7 +88,7 @@ def _card(served: ServedModel) -> ModelCard:
         card.max_model_len = engine.config.max_context
         card.vocab_size = engine.model.tokenizer.vocab_size
         card.weights_bytes = engine.weights_bytes
-        card.kv_bytes = engine.config.kv_memory or 0
+        card.kv_bytes = engine.kv_bytes
     return card
 
 
