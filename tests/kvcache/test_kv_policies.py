@@ -436,6 +436,10 @@ def test_a_sequence_that_needs_everything_comes_before_a_pin():
         assert cache.grow(hog, 4 * BLOCK) is not None
         cache.check()
     assert not is_there(cache, 0)
+    use(cache, block_of(0))
+    assert [held.num_tokens for held in cache.pins()] == [0]  # computed again, not pinned again, and told
+    cache.clear()
+    assert not is_there(cache, 0)
     assert cache.unpin(pin.id)
     cache.check()
 

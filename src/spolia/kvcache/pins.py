@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .int_buffer import Ids
 from .radix_tree import RadixTree
@@ -16,7 +16,7 @@ class Pin:
     """A hold on cached tokens that are not in use.
 
     Attributes:
-        num_tokens: so many were cached and are pinned.
+        num_tokens: so many it holds: of what was cached when it was made, what no running sequence needed the room of.
         until: by the cache's clock; None: until it is lifted.
     """
 
@@ -83,7 +83,12 @@ class Pins:
         """See `KVCache.pins`."""
         self.lift_expired()
         return tuple(
-            pin
+            replace(pin, num_tokens=self._num_held(pin, held))
             for pin, held in self._held.values()
             if namespace in (None, pin.namespace) and not (held[: len(ids)] != ids[: len(held)]).any()
         )
+
+    def _num_held(self, pin: Pin, ids: Ids) -> int:
+        """How many tokens the pin still holds: what is computed again after it was given up is not pinned."""
+        path, _ = self._tree.match(pin.namespace, ids)
+        return max((node.end for node in path if pin.id in node.standing.pins), default=0)
