@@ -341,3 +341,17 @@ def test_bad_group_sizes_are_refused():
             GroupSpec(**bad)
     with pytest.raises(ValueError):
         KVCache([], clock=lambda: 0.0)
+
+
+def test_a_resize_goes_down_to_what_is_leased_though_the_tree_has_copies_of_it():
+    world = World(GroupSpec(8))
+    world.remember(tokens(5))
+    sequence = world.open(tokens(5))
+    assert world.step(sequence, 5)
+    (ledger,) = world.cache.ledger()
+    assert (ledger.leased, ledger.cached) == (1, 1)  # the last token was computed again, into a block of its own
+    assert world.cache.resize([1]) is not None
+    world.check()
+    sequence.append(9)
+    assert world.step(sequence, 1)
+    world.check()

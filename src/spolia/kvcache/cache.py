@@ -450,7 +450,10 @@ class KVCache:
                 return None
         excess = [max(0, pool.num_blocks - count) for count, pool in zip(num_blocks, self._pools, strict=True)]
         if not self._evictor.make_room(excess, Beneficiary("resize", b"")):
-            return None
+            # What is left may be copies of what leases have in blocks of their own.
+            claimed = [self._claim_tail(lease) for lease in self._leases]
+            if not any(claimed) or not self._evictor.make_room(excess, Beneficiary("resize", b"")):
+                return None
         withheld = []
         for count, pool in zip(num_blocks, self._pools, strict=True):
             pool.grant(max(0, count - pool.num_blocks))
@@ -647,8 +650,8 @@ class KVCache:
     def _claim_tail(self, lease: Lease) -> bool:
         """Let there be one copy of the lease's partly filled last block, its own. False if others need theirs.
 
-        The last resort of a lease for which all else has been evicted: the tree gives up the few tokens that it has
-        beyond the lease in that block, so that the lease can write on in it.
+        The last resort when all else has been evicted: the tree gives up the few tokens that it has beyond the lease in
+        that block, so that the lease can write on in it, and its own copy of those that the lease has.
         """
         cursor = lease.cursor
         node, position = cursor.node, cursor.position
