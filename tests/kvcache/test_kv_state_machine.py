@@ -143,7 +143,7 @@ class CacheMachine(RuleBasedStateMachine):
         before = held()
         cache.clear(namespace)
         after = held()
-        assert after == {pin: before[pin] for pin in after}
+        assert all(found >= before[pin] for pin, found in after.items())  # more, where a child's block mends a gap
         assert all(pin in after or pin.until is not None for pin in before)  # time passes meanwhile: some may run out
 
     @invariant()
