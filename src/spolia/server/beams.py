@@ -20,14 +20,14 @@ from spolia.server.encoding import prepare_form
 from spolia.server.schema import ChatRequest, CompletionRequest
 from spolia.server.search import Found, Search, refuse_company
 
-__all__ = ["beam_search"]
+__all__ = ["DRAWING", "beam_search"]
 
 _ONLY_WITH_BEAMS = (
     *("length_penalty", "early_stopping", "do_sample", "num_beam_groups", "diversity_penalty"),
     *("force_words", "force_words_ids"),
 )
 # Parameters that say how beams are drawn.
-_DRAWING = (
+DRAWING = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "top_n_sigma"),
     *("dynatemp_range", "dynatemp_exponent", "filter_order"),
 )
@@ -91,7 +91,7 @@ def _check_company(body: ChatRequest | CompletionRequest, params: SamplingParams
     refuse_company(body, "beam search", "penalty_alpha")
     for field in fields(SamplingParams):
         value = getattr(params, field.name)
-        is_drawing = field.name in _DRAWING and not body.do_sample
+        is_drawing = field.name in DRAWING and not body.do_sample
         if is_drawing and value != field.default and (field.name != "temperature" or value != 0):
             raise InvalidRequest(
                 f"{field.name} is {value!r}: beam search takes the likeliest beams; to draw them, add do_sample: true",
