@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -113,6 +115,84 @@ def test_what_lies_in_a_tier_only_is_cleared_too(server):
     assert server.lookup([*base, *ways[1]]) == (0, {"host": 0, "disk": 96})
     server.post("clear", prompt=base)
     assert server.lookup([*base, *ways[1]]) == (0, {"host": 0, "disk": 0})
+
+
+class SlowToWrite(HostBackend):
+    """Takes nothing before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.go_on = threading.Event()
+
+    def put(self, keys, values):
+        assert self.go_on.wait(60)
+        return super().put(keys, values)
+
+
+@pytest.mark.parametrize("way", [{"all": True}, {"namespace": True}, {"prompt": prompt(0, 64)}])
+def test_what_is_on_its_way_to_a_tier_is_cleared_too(way):
+    """The device has it no more, and no tier has it yet."""
+    backend = SlowToWrite()
+    engine = chatty_engine(num_blocks=24, tiers=[Tier("disk", backend, stall_s=600)])
+    with serving({"toy": engine}) as url, ThreadPoolExecutor(1) as threads:
+        server = Server(url)
+        for seed in range(4):  # more than the pools hold
+            server.cached(prompt(seed))
+        server.post("clear", all=True, tiers=False)
+        (lane,) = engine._engine.core.tiering.mover._lanes.values()
+        num_jobs = lane.queue.qsize()
+        cleared = threads.submit(server.post, "clear", **way)
+        eventually(lambda: lane.queue.qsize() > num_jobs or cleared.done())
+        backend.go_on.set()
+        cleared = cleared.result(60)
+        assert cleared["num_tier_blocks"]["disk"] >= 6
+        assert cleared["unlisted_tiers"] == []
+        assert server.lookup(prompt(0))[1]["disk"] == 0
+        assert server.lookup(prompt(1))[1]["disk"] == (96 if "prompt" in way else 0)
+        engine._engine.core.tiering.mover.flush(20)
+        assert len(backend.entries()) >= 18 if "prompt" in way else not backend.entries()
+    asyncio.run(engine.aclose())
+
+
+@pytest.mark.parametrize("way", [{"all": True}, {"prompt": prompt(0)}])
+def test_what_is_on_its_way_up_is_not_brought_after_it_was_cleared(way):
+    entered, go_on = threading.Event(), threading.Event()
+
+    class SlowToRead(HostBackend):
+        def get_into(self, keys, buffers):
+            sizes = super().get_into(keys, buffers)
+            entered.set()
+            assert go_on.wait(60)
+            return sizes
+
+    engine = chatty_engine(num_blocks=24, tiers=[Tier("disk", SlowToRead(1 << 20), stall_s=600)])
+    with serving({"toy": engine}) as url, ThreadPoolExecutor(1) as threads:
+        server = Server(url)
+        server.cached(prompt(0))
+        eventually(lambda: server.lookup(prompt(0))[1]["disk"] == 96)
+        server.post("clear", all=True, tiers=False)
+        moved = threads.submit(server.post, "move", prompt=prompt(0), to="device")
+        assert entered.wait(60)
+        server.post("clear", **way)
+        assert moved.result(60)["num_tokens"] == 0
+        go_on.set()
+        assert server.cached(prompt(1)) == 0  # whatever arrived has been seen to
+        assert server.lookup(prompt(0)) == (0, {"disk": 0})
+    asyncio.run(engine.aclose())
+
+
+def test_a_tier_that_hangs_is_named_and_drops_what_was_cleared_when_it_comes_back():
+    backend = SlowToWrite()
+    engine = chatty_engine(num_blocks=24, tiers=[Tier("disk", backend, stall_s=0.2)])
+    with serving({"toy": engine}) as url:
+        server = Server(url)
+        server.cached(prompt(0))
+        assert server.post("clear", all=True)["unlisted_tiers"] == ["disk"]
+        backend.go_on.set()
+        assert engine._engine.core.tiering.mover.flush(20)
+        eventually(lambda: not backend.entries())
+        assert server.lookup(prompt(0)) == (0, {"disk": 0})
+    asyncio.run(engine.aclose())
 
 
 @pytest.mark.parametrize("way", [{"all": True}, {"namespace": True}, {"prompt": prompt(0, 64)}])

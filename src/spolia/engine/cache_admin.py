@@ -6,9 +6,11 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from spolia.engine.core import EngineCore
 from spolia.errors import InvalidRequest, StorageUnavailable
@@ -17,8 +19,10 @@ from spolia.tiers import (
     BLOCK_SIZE,
     Compressed,
     ExtentHeader,
+    Mover,
     Sealer,
     Tier,
+    TierState,
     compress,
     family,
     find_headers,
@@ -37,8 +41,10 @@ logger = logging.getLogger("spolia.engine")
 
 _LOOK_S = 0.01
 
-_DROPPED_S = 30.0
-"""Waiting for tiers to drop what was cleared."""
+_LINE_S = 30.0
+"""Waiting for a tier to come to what it is to do."""
+
+T = TypeVar("T")
 
 _Found: TypeAlias = dict[bytes, ExtentHeader | None] | None
 """What a tier has, by key; None: it cannot tell."""
@@ -66,7 +72,8 @@ class ClearReport:
     Attributes:
         num_tokens: on the device.
         num_tier_blocks: by tier; blocks that a tier may have had.
-        unlisted: tiers that cannot say what they hold: there, only blocks that the device had were dropped.
+        unlisted: tiers that cannot say what they hold, where only blocks that the device had were dropped; and those
+            that do not answer now, which drop it, if at all, when what they hang at is over.
         kept_pins: pins because of which something may have stayed on the device.
     """
 
@@ -227,8 +234,6 @@ class CacheAdmin:
                 "was started with --kv-offload-dtype int8 or int4"
             )
         namespaces = {self._engine.exact_namespace(salt): self._engine.namespace(salt) for salt in salts}
-        tiers = await self._engine.call(lambda core: core.tiering.mover.tiers)
-        await self._discard({tier: {} for tier in tiers}, set())  # nothing; but what was on its way is there then
         listed = await self._find(namespaces)
         found = {
             tier: [header for header in of_one.values() if header is not None]
@@ -279,13 +284,22 @@ class CacheAdmin:
             cleared: list[bytes | None] = [None] if namespaces is None else [*namespaces]
             dropped = sum(core.cache.clear(namespace, pinned=pinned) for namespace in cleared)
             if tiers:
+                core.tiering.transfers.cancel(namespaces)
                 core.tiering.offloader.forget(lambda tag: namespaces is None or any(ns in tag for ns in namespaces))
             kept = () if pinned else core.cache.pins()
             return dropped, [pin.id for pin in kept if namespaces is None or pin.namespace in namespaces]
 
         num_tokens, kept_pins = await self._engine.call(drop)
-        found = await self._find(namespaces) if tiers else {}
-        return ClearReport(num_tokens, *await self._discard(found, set()), tuple(kept_pins))
+        if not tiers:
+            return ClearReport(num_tokens, {}, (), tuple(kept_pins))
+        act = partial(_drop, namespaces=namespaces)
+        dropped = await self._each(lambda mover, tier: mover.call(tier, act))
+        return ClearReport(
+            num_tokens,
+            {tier.name: count or 0 for tier, count in dropped.items()},
+            tuple(tier.name for tier, count in dropped.items() if count is None),
+            tuple(kept_pins),
+        )
 
     async def _clear_tokens(
         self, cache_salt: str, token_ids: Sequence[int], *, is_alone: bool, tiers: bool, pinned: bool
@@ -311,6 +325,7 @@ class CacheAdmin:
             num_tokens, tags = core.cache.clear_prefix(namespace, token_ids, is_alone=is_alone, pinned=pinned)
             keys = {key_of(tag) for tag in tags}
             if tiers:
+                core.tiering.transfers.cancel({namespace})
                 core.tiering.offloader.forget(lambda tag: key_of(tag) in keys)
             chain = core.tiering.transfers.digests(namespace, token_ids)
             num_kept = core.cache.probe(namespace, [*token_ids, 0]) // BLOCK_SIZE
@@ -321,34 +336,38 @@ class CacheAdmin:
         if not tiers:
             return ClearReport(num_tokens, {}, (), pins)
         found = await self._find({namespace})
-        headers = [header for of_one in found.values() for header in (of_one or {}).values() if header is not None]
+        listed = [of_one for of_one in found.values() if of_one is not None]
+        headers = [header for of_one in listed for header in of_one.values() if header is not None]
         doomed = family(headers, chain, num_kept, is_alone=is_alone)
-        chosen = {
-            tier: of_one and {key: header for key, header in of_one.items() if header and header.digest in doomed}
-            for tier, of_one in found.items()
-        }
-        return ClearReport(num_tokens, *await self._discard(chosen, keys), pins)
+        # What is not in one tier any more may be in the next: each drops what any has.
+        gone = keys | {key for of_one in listed for key, each in of_one.items() if each and each.digest in doomed}
+        told = await self._each(lambda mover, tier: mover.discard(tier, list(gone)))
+        return ClearReport(
+            num_tokens,
+            {tier.name: len(keys | (gone & (of_one or {}).keys())) for tier, of_one in found.items()},
+            tuple(tier.name for tier, of_one in found.items() if of_one is None or not told.get(tier)),
+            pins,
+        )
 
     async def _find(self, namespaces: Collection[bytes] | None) -> dict[Tier, _Found]:
-        """What each tier has of some namespaces, or of all."""
-        tiers = await self._engine.call(lambda core: core.tiering.mover.tiers)
-        found = await asyncio.gather(*(asyncio.to_thread(_list, tier, namespaces) for tier in tiers))
-        return dict(zip(tiers, found, strict=True))
+        """What each tier has of some namespaces, or of all, when all that was on its way there is written."""
+        act = partial(_list, namespaces=namespaces)
+        return await self._each(lambda mover, tier: mover.call(tier, act))
 
-    async def _discard(self, found: Mapping[Tier, _Found], keys: set[bytes]) -> tuple[dict[str, int], tuple[str, ...]]:
-        """Have the tiers drop what was found, and those keys; how many of each, and who cannot say what it holds."""
-        dropped, told = {}, []
-        for tier, of_one in found.items():
-            doomed = list({*keys, *(of_one or ())})
-            dropped[tier.name] = len(doomed)
-            told.append(
-                await self._engine.call(
-                    lambda core, tier=tier, doomed=doomed: core.tiering.mover.discard(tier, doomed)  # type: ignore[misc]
-                )
-            )
-        if told:
-            await asyncio.wait(map(asyncio.wrap_future, told), timeout=_DROPPED_S)
-        return dropped, tuple(tier.name for tier, of_one in found.items() if of_one is None)
+    async def _each(self, begin: Callable[[Mover, Tier], Future[T]]) -> dict[Tier, T | None]:
+        """Have something done by each tier's writer, after all that is in its line; None: it was not, or not in time.
+
+        The fastest first, and one after the other: what had to leave a tier by then is in the line of the next.
+        """
+        results: dict[Tier, T | None] = {}
+        for tier in await self._engine.call(lambda core: core.tiering.mover.written):
+            begun = await self._engine.call(partial(lambda core, tier: begin(core.tiering.mover, tier), tier=tier))
+            done = asyncio.wrap_future(begun)
+            deadline_s = time.monotonic() + _LINE_S
+            while not done.done() and tier.state is not TierState.STALLED and time.monotonic() < deadline_s:
+                await asyncio.wait([done], timeout=_LOOK_S)
+            results[tier] = done.result() if done.done() and done.exception() is None else None
+        return results
 
     # -- Settings ------------------------------------------------------------------------------------------------------
 
@@ -383,3 +402,9 @@ def _list(tier: Tier, namespaces: Collection[bytes] | None) -> _Found:
     except Exception:  # a backend may be anybody's: it is told as one that cannot be listed
         logger.warning("tier=%s cannot be listed", tier.name, exc_info=True)
         return None
+
+
+def _drop(tier: Tier, namespaces: Collection[bytes] | None) -> int | None:
+    """How many blocks it has been told to drop; None: it cannot be listed, or does not answer."""
+    found = _list(tier, namespaces)
+    return len(found) if found is not None and tier.delete([*found]) else None

@@ -12,7 +12,7 @@ on the engine's thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -104,11 +104,11 @@ class Transfers:
             else:
                 self._end(self._current)
 
-    def cancel(self) -> None:
-        """Bring nothing more."""
+    def cancel(self, namespaces: Collection[bytes] | None = None) -> None:
+        """Bring nothing more of some namespaces, or of any."""
         for bring in (*([] if self._current is None else [self._current]), *self._waiting):
-            self._end(bring)
-        self._waiting.clear()
+            if namespaces is None or bring.namespace in namespaces:
+                self._end(bring)
 
     def _begin(self, bring: _Bring) -> None:
         if bring.restore is not None:
@@ -153,6 +153,8 @@ class Transfers:
             self._tiering.mover.cancel(bring.restore)
         if bring is self._current:
             self._current = None
+        else:
+            self._waiting.remove(bring)
         if bring.future.set_running_or_notify_cancel():  # else whoever asked has gone
             bring.future.set_result(self._num_here(bring))
 

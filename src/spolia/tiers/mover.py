@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+
+from spolia.errors import StorageUnavailable
 
 from .buffers import BufferPool
 from .encoding import Bytes, Encoding
@@ -33,6 +35,8 @@ from .keys import block_key
 from .tier import Tier
 
 __all__ = ["BlockRun", "Mover", "Restore"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger("spolia.tiers")
 
@@ -155,7 +159,12 @@ class _Touch(NamedTuple):
 
 class _Delete(NamedTuple):
     keys: Sequence[bytes]
-    done: Future[None]
+    done: Future[bool]
+
+
+class _Call(NamedTuple):
+    act: Callable[[Tier], Any]
+    done: Future[Any]
 
 
 class _Lane:
@@ -164,7 +173,7 @@ class _Lane:
     def __init__(self, tier: Tier, staging_bytes: int, run: Callable[[_Lane], None]) -> None:
         self.tier = tier
         self.buffers = BufferPool(staging_bytes)
-        self.queue: queue.SimpleQueue[_Store | _Touch | _Delete | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[_Store | _Touch | _Delete | _Call | None] = queue.SimpleQueue()
         self.is_leaving = False
         self._lock = threading.Lock()  # guards what follows
         self._last: dict[bytes, _Store | _Delete] = {}  # by key: what becomes of it last of all that is in line
@@ -248,6 +257,11 @@ class Mover:
         """Undo `hide`."""
         self.tiers = (*self.tiers[:index], tier, *self.tiers[index:])
 
+    @property
+    def written(self) -> tuple[Tier, ...]:
+        """All that something may still be written to, those first that are hidden."""
+        return (*(tier for tier in self._lanes if tier not in self.tiers), *self.tiers)
+
     def detach(self, tier: Tier) -> None:
         """Forget a tier that was hidden, and close it when its writer is done."""
         lane = self._lanes[tier]
@@ -281,15 +295,33 @@ class Mover:
         """Have a tier note that these were used, the first to be kept longest."""
         self._lanes[tier].queue.put(_Touch(keys))
 
-    def discard(self, tier: Tier, keys: Sequence[bytes]) -> Future[None]:
+    def discard(self, tier: Tier, keys: Sequence[bytes]) -> Future[bool]:
         """Have a tier drop these, and what is in line to be stored under them. What is stored from now on stays.
 
         Returns:
-            Done when the tier has been told.
+            Whether the tier could be told, once it has been.
         """
         job = _Delete(keys, Future())
-        self._lanes[tier].put(job)
+        lane = self._lanes.get(tier)
+        if lane is None:
+            job.done.set_result(False)
+        else:
+            lane.put(job)
         return job.done
+
+    def call(self, tier: Tier, act: Callable[[Tier], T]) -> Future[T]:
+        """Have something done with a tier on its writer's thread, after all that is in line and before what follows.
+
+        Returns:
+            What `act` returns or raises; StorageUnavailable: the tier has been detached.
+        """
+        done: Future[T] = Future()
+        lane = self._lanes.get(tier)
+        if lane is None:
+            done.set_exception(StorageUnavailable(f"tier {tier.name} has been detached meanwhile"))
+        else:
+            lane.queue.put(_Call(act, done))
+        return done
 
     def demote(self, tier: Tier, key: bytes, extent: memoryview) -> bool:
         """Copy an extent that leaves the tier above. Any thread; False if too much waits already."""
@@ -394,12 +426,14 @@ class Mover:
             if job is None:
                 return
 
-    def _do(self, lane: _Lane, job: _Store | _Touch | _Delete | None) -> None:
+    def _do(self, lane: _Lane, job: _Store | _Touch | _Delete | _Call | None) -> None:
         """What is no store."""
         if isinstance(job, _Touch):
             lane.tier.touch(job.keys)
         elif isinstance(job, _Delete):
-            self._delete(lane, job)
+            _answer(job.done, partial(self._delete, lane, job))
+        elif isinstance(job, _Call):
+            _answer(job.done, partial(job.act, lane.tier))
         elif job is None and lane.is_leaving:
             lane.tier.close()
 
@@ -416,13 +450,11 @@ class Mover:
                 lane.note_done(store)
             self.notify()
 
-    def _delete(self, lane: _Lane, job: _Delete) -> None:
+    def _delete(self, lane: _Lane, job: _Delete) -> bool:
         try:
-            lane.tier.delete(job.keys)
+            return lane.tier.delete(job.keys)
         finally:
             lane.note_done(job)
-            if job.done.set_running_or_notify_cancel():  # else whoever waited for it has gone
-                job.done.set_result(None)
 
     # -- The readers' threads ------------------------------------------------------------------------------------------
 
@@ -572,3 +604,16 @@ class Mover:
                 codec.decode(group, payload, block)
                 blocks.append(block)
         return blocks
+
+
+def _answer(done: Future[T], act: Callable[[], T]) -> None:
+    """Do it, and tell whoever waits for it: what it raises is theirs."""
+    is_awaited = done.set_running_or_notify_cancel()
+    try:
+        result = act()
+    except Exception as error:
+        if is_awaited:
+            done.set_exception(error)
+        raise
+    if is_awaited:
+        done.set_result(result)

@@ -223,12 +223,16 @@ class Tier:
             return sum(taken)
         return 0
 
-    def delete(self, keys: Sequence[bytes]) -> None:
+    def delete(self, keys: Sequence[bytes]) -> bool:
+        """Drop these; whether it could be told to."""
         self.forget(keys)
+        is_told = False
         with self._call() as is_usable:
             if is_usable:
                 self.backend.delete(keys)
+                is_told = True
         self.forget(keys)  # who has read it meanwhile takes it for there
+        return is_told
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """They were used; the first is to be kept longest."""
