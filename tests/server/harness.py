@@ -102,12 +102,12 @@ class Pace:
     """
 
     def __init__(self, step_s: float = 0.0) -> None:
-        self._step_s = step_s
+        self.step_s = step_s
         self._open = threading.Event()
         self._open.set()
 
     def on_step(self, _: StepStats) -> None:
-        time.sleep(self._step_s)
+        time.sleep(self.step_s)
         assert self._open.wait(timeout=60)
 
     def on_finish(self, _: RequestOutput) -> None:

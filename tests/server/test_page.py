@@ -10,16 +10,21 @@ import asyncio
 import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from spolia.tiers import HostBackend, Tier, TierUse
+from spolia.server import ServerConfig
+from spolia.tiers import FolderBackend, HostBackend, Tier, TierUse
 
-from .harness import chatty_engine, eventually, scripted_engine, serving
+from .harness import Pace, chatty_engine, eventually, scripted_engine, serving
+from .process import server_process
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 STORY = "Stones of an **older** house:\n\n```python\nprint('spolia')\n```\n\nare built into `new` ones."
@@ -32,12 +37,19 @@ SCRIPT = {
 }
 
 
+@contextmanager
+def scripted_server(config: ServerConfig | None = None, **settings: Any) -> Iterator[str]:
+    engine = scripted_engine(SCRIPT, num_blocks=300, max_context=2048, **settings)
+    with serving({"scripted": engine}, config) as url:
+        yield url
+    with ThreadPoolExecutor(1) as thread:  # Playwright's loop is in this one
+        thread.submit(lambda: asyncio.run(engine.aclose())).result()
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    engine = scripted_engine(SCRIPT, num_blocks=300, max_context=2048)
-    with serving({"scripted": engine}) as url:
+    with scripted_server() as url:
         yield url
-    asyncio.run(engine.aclose())
 
 
 def test_every_file_that_the_page_names_is_served(url):
@@ -49,7 +61,17 @@ def test_every_file_that_the_page_names_is_served(url):
         found = set(re.findall(r'from "\./([\w.]+)"', httpx.get(f"{url}/static/{scripts.pop()}").text)) - names
         names |= found
         scripts += found
-    assert {"main.js", "chat.js", "cache.js", "charts.js", "dom.js", "markdown.js", "style.css", "icon.svg"} == names
+    assert {
+        "main.js",
+        "chat.js",
+        "sessions.js",
+        "cache.js",
+        "charts.js",
+        "dom.js",
+        "markdown.js",
+        "style.css",
+        "icon.svg",
+    } == names
     for name in names:
         reply = httpx.get(f"{url}/static/{name}")
         assert reply.status_code == 200
@@ -116,12 +138,31 @@ def browser(url: str) -> Iterator[Any]:  # ends before the server does: its loop
 
 
 @pytest.fixture
-def page(browser, url) -> Iterator[Any]:
-    yield from opened(browser, url)
+def forgetful(url) -> str:
+    """The server without what other tests' conversations left there."""
+    for card in sessions_of(url):
+        httpx.delete(f"{url}/v1/sessions/{card['id']}").raise_for_status()
+    return url
 
 
-def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
+@pytest.fixture
+def page(browser, forgetful) -> Iterator[Any]:
+    yield from opened(browser, forgetful)
+
+
+def sessions_of(url: str, key: str = "") -> list[dict[str, Any]]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.get(f"{url}/v1/sessions", headers=headers).raise_for_status().json()["data"]
+
+
+def messages_of(url: str, session: str) -> list[str]:
+    return [message["content"] for message in httpx.get(f"{url}/v1/sessions/{session}").json()["messages"]]
+
+
+def opened(browser: Any, url: str, *, expected_trouble: str = "", **options: Any) -> Iterator[Any]:
+    """The page, which has nothing to say on the browser's console but what is expected."""
     context = browser.new_context(**{"viewport": {"width": 1180, "height": 800}, **options})
+    context.set_default_timeout(120_000)
     page = context.new_page()
     troubles: list[str] = []
     page.on("pageerror", lambda error: troubles.append(str(error)))
@@ -129,7 +170,7 @@ def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
     page.goto(url)
     page.locator("#health", has_text="ready").wait_for()
     yield page
-    assert troubles == []
+    assert [trouble for trouble in troubles if not expected_trouble or expected_trouble not in trouble] == []
     context.close()
 
 
@@ -162,20 +203,143 @@ def test_an_answer_comes_in_markdown_with_where_its_context_came_from(page):
     picture(page, "chat-light")
 
 
-def test_a_conversation_is_rewound_and_forked_and_kept(page):
+def test_conversations_are_sessions_that_fork_rewind_and_close(forgetful, page):
     say(page, "hello")
     say(page, "more")
+    (whole,) = sessions_of(forgetful)
+    assert (whole["title"], whole["num_turns"]) == ("hello", 2)
     page.click("#messages .assistant >> nth=0 >> text=Fork here")
+    page.locator("#conversations li").nth(1).wait_for()
     assert page.locator("#messages > li").count() == 2
-    assert page.locator("#conversations li").count() == 2
     say(page, "a story")
+    fork = next(card for card in sessions_of(forgetful) if card["id"] != whole["id"])
+    assert messages_of(forgetful, fork["id"]) == ["hello", SCRIPT["user: hello"], "a story", STORY]
     page.locator("#conversations .open").nth(1).click()
-    assert page.locator("#messages > li").count() == 4
+    page.locator("#messages > li").nth(3).wait_for()
     page.click("#messages .user >> nth=1 >> text=Rewind to here")
+    page.wait_for_function("document.getElementById('question').value === 'more'")
     assert page.locator("#messages > li").count() == 2
-    assert page.input_value("#question") == "more"
+    assert messages_of(forgetful, whole["id"]) == ["hello", SCRIPT["user: hello"]]
+    say(page, "a list")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator("#conversations li button").nth(1).click()
+    page.wait_for_function("document.querySelectorAll('#conversations li').length === 1")
+    assert [card["id"] for card in sessions_of(forgetful)] == [fork["id"]]
+
+
+def test_a_conversation_is_there_in_another_browser_and_what_a_program_adds_is_seen(forgetful, browser, page):
+    page.click("#settings summary")
+    page.fill("#system", "Be brief.")
+    say(page, "hello")
+    (card,) = sessions_of(forgetful)
+    more = {"session": card["id"], "messages": [{"role": "user", "content": "a list"}]}
+    httpx.post(f"{forgetful}/v1/chat/completions", json=more).raise_for_status()
+    for other in opened(browser, forgetful):
+        other.locator("#messages > li").nth(4).wait_for()
+        assert other.locator("#messages .system").inner_text().endswith("Be brief.")
+        other.click("#messages .user >> nth=1 >> text=Rewind to here")
+        other.wait_for_function("document.getElementById('question').value === 'a list'")
     page.reload()
-    assert page.locator("#conversations li").count() == 2
+    page.locator("#messages .assistant .origin").wait_for()  # this browser's own
+    assert page.locator("#messages > li").count() == 3
+
+
+def test_a_session_that_the_server_forgot_goes_on_from_what_the_page_has(forgetful, browser):
+    for page in opened(browser, forgetful, expected_trouble="404"):
+        say(page, "hello")
+        say(page, "more")
+        httpx.delete(f"{forgetful}/v1/sessions/{sessions_of(forgetful)[0]['id']}").raise_for_status()
+        say(page, "a list")
+        (card,) = sessions_of(forgetful)
+        assert card["num_turns"] == 3
+        assert messages_of(forgetful, card["id"])[::2] == ["hello", "more", "a list"]
+
+
+def test_an_answer_that_is_stopped_is_part_of_the_conversation_as_far_as_it_came(browser):
+    pace = Pace()
+    with scripted_server(observer=pace) as url:
+        for page in opened(browser, url):
+            with pace.held():
+                page.fill("#question", "a list")
+                page.press("#question", "Enter")
+                page.wait_for_timeout(300)
+                page.keyboard.press("Escape")
+            page.wait_for_function("document.getElementById('question').value === 'a list'")
+            assert page.locator("#messages > li").count() == 0  # nothing had come
+            page.fill("#question", "more")
+            pace.step_s = 0.1
+            page.press("#question", "Enter")
+            page.locator("#messages .assistant .text", has_text="And").wait_for()
+            page.keyboard.press("Escape")
+            page.locator("text=Fork here").wait_for()  # it is kept
+            pace.step_s = 0.0
+            (card,) = [card for card in sessions_of(url) if card["num_messages"]]
+            question, answer = messages_of(url, card["id"])
+            assert question == "more"
+            assert SCRIPT["user: more"].startswith(answer)
+            assert 0 < len(answer) < len(SCRIPT["user: more"])
+            say(page, "hello")
+            assert page.locator("#messages > li").count() == 4
+
+
+def test_another_tenants_conversations_are_not_seen(browser, tmp_path):
+    keys = {name: f"{name}-key-0123456789" for name in ("alice", "bob")}
+    file = tmp_path / "keys.toml"
+    file.write_text("".join(f'[[keys]]\nname = "{name}"\nkey = "{key}"\n' for name, key in keys.items()))
+    with scripted_server(ServerConfig(port=0, keys=file)) as url:
+        context = browser.new_context()
+        context.set_default_timeout(120_000)
+        page = context.new_page()
+        page.goto(url)
+        page.locator("#health", has_text="wants a key").wait_for()
+
+        def be(name: str) -> None:
+            page.fill("#key", keys[name])
+            page.press("#key", "Tab")
+            page.locator("#health", has_text="ready").wait_for()
+
+        be("alice")
+        say(page, "hello")
+        page.locator("#conversations li").wait_for()
+        be("bob")
+        assert page.locator("#conversations li, #messages > li").count() == 0
+        say(page, "more")
+        assert [card["title"] for card in sessions_of(url, keys["bob"])] == ["more"]
+        be("alice")
+        page.locator("#conversations li", has_text="hello").wait_for()
+        assert page.locator("#conversations li").count() == 1
+        context.close()
+
+
+def test_conversations_outlive_the_server_and_go_on_from_what_was_computed(browser, tmp_path):
+    options = ["--kv-memory", "64MiB", "--kv-disk", str(tmp_path / "kv")]
+    with server_process("smollm2", *options) as process:
+        process.await_ready()
+        url = process.url
+        context = browser.new_context()
+        context.set_default_timeout(120_000)
+        page = context.new_page()
+        page.goto(url)
+        page.locator("#health", has_text="ready").wait_for()
+        page.click("#settings summary")
+        page.fill("#max-tokens", "24")
+        say(page, "Name three rivers of Europe, and say where they begin and where they end.")
+        blocks = FolderBackend(tmp_path / "kv", sweep=False)
+        eventually(lambda: len(list(blocks.entries())) >= 4)
+        process.signal(signal.SIGKILL)
+        process.wait()
+    with server_process("smollm2", *options, "--port", url.rpartition(":")[2]) as process:
+        process.await_ready()
+        page.reload()
+        page.locator("#health", has_text="ready").wait_for()
+        page.locator("#messages .assistant").wait_for()
+        page.click("#settings summary")
+        page.fill("#max-tokens", "4")
+        say(page, "And three lakes.")
+        told = page.locator("#messages .assistant").nth(1).locator(".origin").inner_text()
+        assert int(re.match(r"(\d+) of", told)[1]) >= 64
+        assert sessions_of(url)[0]["num_turns"] == 2
+    context.close()
 
 
 def test_what_a_model_or_a_user_writes_is_text_and_never_runs(page):
@@ -223,9 +387,9 @@ def test_rates_sizes_tiers_and_evictions_are_shown_in_pictures_and_in_words(page
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_to_complain_of(browser, url, scheme):
+def test_axe_finds_nothing_to_complain_of(browser, forgetful, scheme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python").Axe()
-    for page in opened(browser, url, color_scheme=scheme):
+    for page in opened(browser, forgetful, color_scheme=scheme):
         say(page, "a story")
         page.click("#settings summary")
         for view in ("chat", "cache"):
@@ -249,8 +413,8 @@ def test_the_page_works_with_the_keyboard_alone(page):
     assert unnamed == []
 
 
-def test_nothing_is_cut_off_on_a_phone(browser, url):
-    for page in opened(browser, url, viewport={"width": 390, "height": 780}, color_scheme="dark"):
+def test_nothing_is_cut_off_on_a_phone(browser, forgetful):
+    for page in opened(browser, forgetful, viewport={"width": 390, "height": 780}, color_scheme="dark"):
         say(page, "a story")
         send = page.locator("#send").bounding_box()
         assert send["y"] + send["height"] <= 780

@@ -136,6 +136,39 @@ def test_messages_can_be_appended_without_an_answer(server):
     assert server.call("GET", f"/v1/sessions/{session}")["num_messages"] == 3
 
 
+def test_a_reply_may_be_appended_and_what_comes_after_it_comes_once(server):
+    session = server.open()
+    said = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Fine."}]
+    asked = [{"role": "user", "content": "Two?"}]
+    server.call("POST", f"/v1/sessions/{session}/append", messages=said)
+    body = {"max_tokens": 1, "return_token_ids": True}
+    kept = server.call("POST", "/v1/chat/completions", session=session, messages=asked, **body)
+    plain = server.call("POST", "/v1/chat/completions", messages=[*said, *asked], **body)
+    assert kept["choices"][0]["prompt_token_ids"] == plain["choices"][0]["prompt_token_ids"]
+
+
+def test_what_is_shown_of_a_session_has_its_messages_its_title_and_where_its_turns_end(server):
+    session = server.open()
+    server.say(session, " How are\nyou? " + "x" * 100)
+    server.say(session, "Well?")
+    whole = server.call("GET", f"/v1/sessions/{session}")
+    assert [message["role"] for message in whole["messages"]] == ["user", "assistant"] * 2
+    assert whole["turns"] == [2, 4]
+    listed = next(card for card in server.call("GET", "/v1/sessions")["data"] if card["id"] == session)
+    assert listed["title"] == whole["title"] == ("How are you? " + "x" * 100)[:60]
+    assert listed["idle"] >= 0
+    assert "messages" not in listed
+
+
+def test_a_turn_of_a_session_is_explained_by_the_whole_conversation(server):
+    session = server.open()
+    for question in ("First?", "Second?", "Third?"):
+        reply = server.call("POST", "/v1/chat/completions", session=session, max_tokens=6, explain=True,
+                            messages=[{"role": "user", "content": question}])  # fmt: skip
+    told = reply["spolia"]["choices"][0]
+    assert told["reason"] == "never_seen"
+
+
 def test_a_turn_that_was_cut_off_leaves_the_session_as_it_was(server):
     session = server.open()
     server.say(session, "One?")

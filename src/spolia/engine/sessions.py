@@ -158,6 +158,11 @@ class SessionTurn:
         self.prompt_ids = [*session.token_ids, *added_ids]
         self._messages = messages
 
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """The conversation that is to be answered, the session's own messages first."""
+        return [*self.session.messages, *self._messages]
+
     def begin(self) -> None:
         """
         Raises:
@@ -326,6 +331,10 @@ class SessionStore:
         self.expire()
         with self._lock:
             return [session for session in self._open.values() if session.cache_salt == cache_salt]
+
+    def idle_s(self, session: Session) -> float:
+        """How long nobody has used it."""
+        return self._clock() - session.used_s
 
     def latest(self, count: int) -> list[Session]:
         """Of everybody's idle ones, those that were used last, the last first."""

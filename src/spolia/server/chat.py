@@ -106,6 +106,7 @@ class ChatEndpoint:
         options: dict[str, Any] = {"tool_use": tool_use, "template_kwargs": body.chat_template_kwargs or {}}
         add_generation_prompt = body.add_generation_prompt is not False
         turn = None
+        said: Sequence[Mapping[str, Any]] = body.messages
         if body.session is None:
             ids = await encode_chat(model, body.messages, add_generation_prompt=add_generation_prompt, **options)
         else:
@@ -117,7 +118,7 @@ class ChatEndpoint:
                     model, messages, add_generation_prompt=generate and add_generation_prompt, **options
                 ),
             )
-            ids = turn.prompt_ids
+            ids, said = turn.prompt_ids, turn.messages
         search = await beam_search(body, served.engine) or contrastive_search(body, served.engine)
         if search is not None:
             return await respond_with_search(
@@ -139,7 +140,7 @@ class ChatEndpoint:
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
             wishes=[*body.wishes(), *(await _marked(model, body, ids, options))],
-            messages=history(body.messages, tools=body.tools, template=body.chat_template_kwargs),
+            messages=history(said, tools=body.tools, template=body.chat_template_kwargs),
             turn=turn,
         )
         parsers = [tool_use.parser(model) for _ in params] if tool_use is not None else None

@@ -41,6 +41,7 @@ Render: TypeAlias = Callable[[Sequence[Message], bool], str]
 
 _MARK = "spolia-reply-7d0c1f"
 """Stands for the last reply when a conversation is rendered to see what comes after it."""
+_TITLE_CHARACTERS = 60
 
 
 class OpenSession(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -69,16 +70,33 @@ class RewindSession(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SessionCard(msgspec.Struct, kw_only=True):
-    """What is told of a session."""
+    """What is told of a session.
+
+    Attributes:
+        title: how the first message of the user begins; empty in a session of text.
+        idle: seconds since it was last used.
+    """
 
     id: str
     model: str
+    title: str
     num_tokens: int
     num_turns: int
     num_messages: int
     ttl: float
+    idle: float
     is_busy: bool
     object: str = "session"
+
+
+class WholeSession(SessionCard, kw_only=True):
+    """
+    Attributes:
+        turns: the number of messages at the end of each turn.
+    """
+
+    messages: Sequence[Message]
+    turns: list[int]
 
 
 def find_session(served: ServedModel, session_id: str, cache_salt: str | None) -> Session:
@@ -156,6 +174,20 @@ def _added_text(session: Session, new: Sequence[Message], render: Render) -> str
     return added
 
 
+def _up_to_the_reply(render: Callable[[list[Message]], str], messages: Sequence[Message]) -> str:
+    """A conversation, which ends with its last message's text if that is a reply.
+
+    What the template puts after a reply comes with the next turn, as it does for replies that were generated.
+    """
+    last = messages[-1]
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        return render(list(messages))
+    before, mark, _ = render([*messages[:-1], {**last, "content": _MARK}]).rpartition(_MARK)
+    if not mark:
+        raise InvalidRequest("the model's chat template leaves replies out, so none can be appended", param="messages")
+    return before + str(last["content"])
+
+
 def _common_prefix(one: str, other: str) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
@@ -204,11 +236,14 @@ class SessionEndpoints:
         return Response(msgspec.json.encode({"object": "list", "data": cards}), media_type="application/json")
 
     async def show(self, request: Request, session_id: str) -> Response:
-        """Its tokens and messages."""
+        """Its messages, and where its turns end."""
         served = await self._models.ready(request.query_params.get("model"))
         session = find_session(served, session_id, request.query_params.get("cache_salt"))
         served.engine.expect([session])  # who looks at it is about to go on
-        return await _reply(served, session)
+        await session.kept()
+        turns = [num_messages for _, num_messages in session.marks]
+        whole = WholeSession(**msgspec.structs.asdict(_card(served, session)), messages=session.messages, turns=turns)
+        return Response(msgspec.json.encode(whole), media_type="application/json")
 
     async def close(self, request: Request, session_id: str) -> Response:
         """Forget it; its KV is the first to go."""
@@ -232,14 +267,14 @@ class SessionEndpoints:
         template = model.chat_template
         if template is None:
             raise InvalidRequest(f"{model.name} has no chat template; send a prompt", param="messages")
-        turn = await chat_turn(
-            session,
-            model.tokenizer,
-            chat_messages(body.messages or []),
-            lambda messages, _: template.render(messages, add_generation_prompt=False),
-        )
+        messages = chat_messages(body.messages or [])
+
+        def render(all_messages: Sequence[Message], _: bool) -> str:
+            return _up_to_the_reply(lambda each: template.render(each, add_generation_prompt=False), all_messages)
+
+        turn = await chat_turn(session, model.tokenizer, messages, render)
         turn.abandon()
-        session.append(turn.prompt_ids[turn.num_history_tokens :], _new_messages(session.messages, body.messages or []))
+        session.append(turn.prompt_ids[turn.num_history_tokens :], _new_messages(session.messages, messages))
         return await _reply(served, session)
 
     async def fork(self, request: Request, session_id: str) -> Response:
@@ -259,13 +294,16 @@ class SessionEndpoints:
 
 
 def _card(served: ServedModel, session: Session) -> SessionCard:
+    said = (str(message.get("content")) for message in session.messages if message.get("role") == "user")
     return SessionCard(
         id=session.id,
         model=served.name,
+        title=" ".join(next(said, "")[: 2 * _TITLE_CHARACTERS].split())[:_TITLE_CHARACTERS],
         num_tokens=session.num_tokens,
         num_turns=len(session.marks),
         num_messages=len(session.messages),
         ttl=session.ttl_s,
+        idle=round(served.sessions.idle_s(session), 1),
         is_busy=session.is_busy,
     )
 

@@ -1,10 +1,12 @@
-// Conversations, kept in this browser; each answer tells where its context came from.
+// The chat: conversations, which are sessions of the server, and where each answer's context came from.
 import { ask, byId, element, percent, styled, whole } from "./dom.js";
 import { render } from "./markdown.js";
+import * as sessions from "./sessions.js";
 
-let conversations = [];
-let current = null;
+let talks = []; // the last first
+let current = sessions.empty();
 let stop = null; // aborts the answer that is coming
+let wanted = /^#\/chat\/(.+)/.exec(location.hash)?.[1] ?? ""; // until it was looked for
 
 const SOURCES = {
   shared: ["k-shared", "shared with a running request"],
@@ -13,72 +15,136 @@ const SOURCES = {
 };
 
 export function startChat() {
-  try { conversations = JSON.parse(localStorage.getItem("conversations")) ?? []; } catch { conversations = []; }
-  byId("new").addEventListener("click", () => { begin(); byId("question").focus(); });
+  byId("new").addEventListener("click", begin);
   byId("ask").addEventListener("submit", (event) => { event.preventDefault(); if (stop) stop(); else send(); });
   byId("question").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); if (!stop) send(); }
   });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape" && stop) stop(); });
-  if (conversations.length) open(conversations[0]); else begin();
-}
-
-function save() {
-  localStorage.setItem("conversations", JSON.stringify(conversations.slice(0, 50)));
-  byId("conversations").replaceChildren(...conversations.map((each) => element("li", {},
-    element("button", { type: "button", class: "open", "aria-current": String(each === current), onclick: () => open(each) }, title(each)),
-    element("button", { type: "button", "aria-label": `Delete ${title(each)}`, onclick: () => remove(each) }, "×"))));
-}
-
-const title = (each) => each.title ?? each.messages[0]?.content.slice(0, 40) ?? "Empty";
-
-function begin() {
-  current = { messages: [] };
-  conversations.unshift(current);
-  conversations = conversations.filter((each) => each === current || each.messages.length);
-  open(current);
-}
-
-function open(each) {
-  if (stop) stop();
-  current = each;
-  save();
+  byId("key").addEventListener("change", () => { sessions.forgetCopies(); talks = []; begin(); });
+  document.addEventListener("visibilitychange", () => { if (!document.hidden && !stop) tried(async () => { await refresh(); await show(current); }); });
+  talks = sessions.remembered();
   draw();
 }
 
-function remove(each) {
-  conversations = conversations.filter((other) => other !== each);
-  if (each === current) { if (conversations.length) open(conversations[0]); else begin(); } else save();
+const model = () => byId("model").value;
+const listed = () => talks.filter((talk) => talk.model === model());
+
+// A model was chosen, or is there now: which conversations it has. The first time, the last one is opened.
+export function modelIsReady() {
+  return tried(async () => {
+    await refresh();
+    const id = wanted;
+    wanted = null;
+    if (id !== null && !current.messages.length) await show(talks.find((talk) => id && talk.id === id) ?? listed()[0] ?? current);
+  });
 }
 
-// A conversation of its own with the messages up to this one: its beginning is in the cache already.
-function fork(index) {
-  const copy = { title: `⑂ ${title(current)}`.slice(0, 44), messages: structuredClone(current.messages.slice(0, index + 1)) };
-  conversations.unshift(copy);
-  open(copy);
+async function refresh() {
+  if (model()) talks = await sessions.list(model(), talks);
+  save();
+}
+
+// Errors of what was clicked are told in one place.
+async function tried(act) {
+  const trouble = byId("chat-trouble");
+  try {
+    trouble.hidden = true;
+    await act();
+  } catch (error) {
+    trouble.hidden = false;
+    trouble.textContent = error.message;
+  }
+}
+
+// The list of conversations, here and in the browser's copies.
+export function save() {
+  sessions.remember(talks);
+  byId("conversations").replaceChildren(...listed().map((talk) => element("li", {},
+    element("button", { type: "button", class: "open", title: title(talk), "aria-current": talk === current && "true", onclick: () => open(talk) }, title(talk)),
+    element("button", { type: "button", "aria-label": `Delete ${title(talk)}`, onclick: () => remove(talk) }, "×"))));
+}
+
+const title = (talk) => talk.title || "Untitled";
+
+function begin() {
+  stop?.();
+  current = sessions.empty();
+  draw();
+  byId("question").focus();
+}
+
+function open(talk) {
+  stop?.();
+  return tried(() => show(talk));
+}
+
+async function show(talk) {
+  if (current !== talk) { current = talk; draw(); }
+  const before = JSON.stringify(talk);
+  await sessions.load(talk);
+  if (current === talk && JSON.stringify(talk) !== before) draw();
+}
+
+function remove(talk) {
+  if (!confirm(`Delete “${title(talk)}”? The server forgets it, too.`)) return;
+  if (talk === current) stop?.();
+  tried(async () => {
+    await sessions.close(talk);
+    talks = talks.filter((other) => other !== talk);
+    if (talk === current) current = sessions.empty();
+    draw();
+    byId("new").focus();
+  });
+}
+
+function fork(turn) {
+  stop?.();
+  tried(async () => {
+    current = await sessions.fork(current, turn);
+    talks.unshift(current);
+    draw();
+    byId("question").focus();
+  });
 }
 
 // Back to before a message of one's own, which can be written anew.
-function rewind(index) {
-  const [dropped] = current.messages.splice(index);
-  byId("question").value = dropped.content;
-  save();
-  draw();
-  byId("question").focus();
+function rewind(turn) {
+  stop?.();
+  tried(async () => {
+    const dropped = await sessions.rewind(current, turn);
+    byId("question").value = dropped.find(({ role }) => role === "user")?.content ?? "";
+    if (!current.messages.length) byId("system").value = dropped.find(({ role }) => role === "system")?.content ?? "";
+    draw();
+    byId("question").focus();
+  });
+}
+
+function again() {
+  const dropped = current.messages.splice(sessions.kept(current).length);
+  send(dropped.find(({ role }) => role === "user").content);
 }
 
 function draw() {
   const list = byId("messages");
   list.replaceChildren(...current.messages.map(shown));
   list.scrollTop = list.scrollHeight;
+  if (!byId("chat").hidden) history.replaceState(null, "", current.id ? `#/chat/${current.id}` : "#/chat");
+  save();
 }
 
+const NAMES = { user: "You", system: "System message", tool: "Tool" };
+
 function shown(message, index) {
-  const tools = message.role === "user"
-    ? [element("button", { type: "button", onclick: () => rewind(index) }, "Rewind to here")]
-    : [element("button", { type: "button", onclick: () => fork(index) }, "Fork here")];
+  const turn = sessions.turnOf(current, index), isKept = turn < current.turns.length;
+  const first = current.messages.findIndex(({ role }, at) => at >= sessions.start(current, turn) && role === "user");
+  const isLast = index + 1 === (isKept ? current.turns[turn] : current.messages.length);
+  const tools = [];
+  if (index === first) tools.push(element("button", { type: "button", onclick: () => rewind(turn) }, "Rewind to here"));
+  if (message.role === "assistant" && isLast && isKept) tools.push(element("button", { type: "button", onclick: () => fork(turn) }, "Fork here"));
+  if (message.role === "assistant" && isLast && !isKept && !stop) tools.push(element("button", { type: "button", onclick: again }, "Try again"));
   const item = element("li", { class: message.role },
-    element("div", { class: "who" }, message.role === "user" ? "You" : message.model ?? "Model", ...tools),
+    element("div", { class: "who" }, NAMES[message.role] ?? message.model ?? "Model", ...tools),
     element("div", { class: "text" }));
   fill(item, message);
   return item;
@@ -86,11 +152,17 @@ function shown(message, index) {
 
 function fill(item, message) {
   const text = item.querySelector(".text");
-  if (message.role === "user") text.textContent = message.content;
-  else text.replaceChildren(...render(message.content));
+  if (message.role !== "assistant") text.textContent = message.content;
+  else text.replaceChildren(...thoughts(text, message), ...render(message.content));
   if (message.wrong) text.append(element("p", { class: "wrong" }, message.wrong));
   item.querySelector(".origin")?.remove();
   if (message.origin) item.append(origin(message.origin));
+}
+
+function thoughts(text, message) {
+  if (!message.thoughts?.trim()) return [];
+  const isOpen = text.querySelector("details")?.open ?? false;
+  return [element("details", { open: isOpen }, element("summary", {}, message.content ? "Thoughts" : "Thinking…"), element("p", {}, message.thoughts.trim()))];
 }
 
 // "Where did this context come from": every prompt token by its source.
@@ -117,49 +189,66 @@ function origin({ ranges, num_prompt_tokens, num_cached_tokens, reason, text_aft
 
 const reasons = (reason) => reason.replaceAll("_", " ");
 
-async function send() {
-  const question = byId("question");
-  const content = question.value.trim();
-  if (!content) return;
-  question.value = "";
+async function send(content = byId("question").value.trim()) {
+  if (!content || stop) return;
   const talk = current; // answers go where they were asked, whatever is opened meanwhile
+  const chosen = model(), system = byId("system").value.trim();
+  talk.messages = sessions.kept(talk); // without what failed
+  const start = talk.messages.length;
+  if (!start && system) talk.messages.push({ role: "system", content: system });
   talk.messages.push({ role: "user", content });
-  const answer = { role: "assistant", content: "", model: byId("model").value };
-  const before = talk.messages.slice();
+  const fresh = talk.messages.slice(start).map(({ role, content }) => ({ role, content }));
+  const answer = { role: "assistant", content: "", thoughts: "", model: chosen };
   talk.messages.push(answer);
-  save();
-  draw();
-  const item = byId("messages").lastElementChild;
+  talk.title ||= content.replace(/\s+/g, " ").slice(0, 60);
+  talk.model ??= chosen;
+  talks = [talk, ...talks.filter((other) => other !== talk)];
   const gone = new AbortController();
   stop = () => gone.abort();
+  byId("question").value = "";
   byId("send").textContent = "Stop";
+  byId("chat-trouble").hidden = true;
+  draw();
+  const item = byId("messages").lastElementChild;
   try {
-    await stream(body(before), gone.signal, (event) => {
+    await sessions.inSession(talk, chosen, gone.signal, (session) => stream({ ...parameters(chosen), session, messages: fresh }, gone.signal, (event) => {
       answer.content += event.choices?.[0]?.delta?.content ?? "";
+      answer.thoughts += event.choices?.[0]?.delta?.reasoning_content ?? "";
       const choice = event.spolia?.choices?.[0];
       if (choice) answer.origin = { ...choice, first_token_s: choice.timings?.first_token_s };
       fill(item, answer);
       const list = byId("messages");
       if (list.scrollHeight - list.scrollTop - list.clientHeight < 120) list.scrollTop = list.scrollHeight;
-    });
+    }));
+    talk.turns.push(talk.messages.length);
     byId("said").textContent = answer.content; // once it is whole: not word by word
   } catch (error) {
-    if (error.name !== "AbortError") answer.wrong = byId("said").textContent = error.message;
-    fill(item, answer);
+    await unfinished(talk, answer, error, content);
   } finally {
     stop = null;
     byId("send").textContent = "Send";
-    save();
+    if (talk === current) draw(); else save();
   }
 }
 
-function body(messages) {
-  const system = byId("system").value.trim();
+// A stopped answer stays, and is part of the conversation; one that had not begun was never asked for.
+async function unfinished(talk, answer, error, question) {
+  try {
+    if (error.name !== "AbortError") throw error;
+    if (answer.content) return await sessions.keepStopped(talk);
+    talk.messages = sessions.kept(talk);
+    if (!talk.messages.length) talks = talks.filter((other) => other !== talk);
+    if (talk === current && !byId("question").value) byId("question").value = question;
+  } catch (trouble) {
+    const words = trouble instanceof TypeError ? "the connection broke off; is the server running?" : trouble.message;
+    answer.wrong = byId("said").textContent = words;
+  }
+}
+
+function parameters(chosen) {
   const seed = byId("seed").value;
-  const sent = messages.map(({ role, content }) => ({ role, content }));
   return {
-    model: byId("model").value,
-    messages: system ? [{ role: "system", content: system }, ...sent] : sent,
+    model: chosen,
     temperature: Number(byId("temperature").value),
     max_tokens: Number(byId("max-tokens").value),
     ...(seed === "" ? {} : { seed: Number(seed) }),

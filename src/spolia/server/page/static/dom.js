@@ -26,16 +26,19 @@ export function styled(made, styles) {
 }
 
 export async function ask(path, options = {}) {
-  const key = byId("key").value || sessionStorage.getItem("key") || "";
-  if (key) sessionStorage.setItem("key", key);
+  const key = byId("key").value;
   const headers = { ...(options.headers ?? {}), ...(key ? { authorization: `Bearer ${key}` } : {}) };
-  const response = await fetch(path, { ...options, headers });
-  if (!response.ok) {
-    let told = `${response.status} ${response.statusText}`;
-    try { told = (await response.json()).error.message; } catch { /* not ours */ }
-    throw new Error(told);
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers });
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Error("the server does not answer; is it running?");
   }
-  return response;
+  if (response.ok) return response;
+  const error = new Error(`${response.status} ${response.statusText}`);
+  error.code = response.status;
+  try { ({ message: error.message, code: error.code } = (await response.json()).error); } catch { /* not ours */ }
+  throw error;
 }
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
