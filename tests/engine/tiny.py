@@ -10,7 +10,7 @@ from spolia.kernels import Program, ProgramBuilder, RopeSpec, Weight
 from spolia.kernels.quants import quantize
 
 VOCAB_SIZE = 256
-_HIDDEN, _HEAD_DIM, _NUM_HEADS, _NUM_KV_HEADS, _MLP = 64, 16, 4, 2, 96
+_HIDDEN, _HEAD_DIM, _NUM_HEADS, _NUM_KV_HEADS, _MLP = 64, 32, 2, 1, 96
 
 
 def tiny_program(weight_type: str, windows: Sequence[int | None], seed: int = 0) -> Program:

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from spolia.kernels.cpu import _cpu
 
 LEVELS = _cpu.levels()
+ROUNDING_LEVELS = ("avx512_bf16", "avx512_amx")
+"""These round q and the weights to bf16, where KV is."""
 KV_TYPES = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3}
 BLOCK = 16
 LAYER_GAP = 192
@@ -169,7 +171,7 @@ def tolerance(layer: Layer) -> float:
 
     With bf16 and int8 KV, AVX-512 rounds q and the weights to bf16 too (vdpbf16ps); all else is float32 throughout.
     """
-    return 2.5e-2 if layer.level == "avx512_bf16" and layer.kv_dtype in ("bf16", "int8") else 2e-5
+    return 2.5e-2 if layer.level in ROUNDING_LEVELS and layer.kv_dtype in ("bf16", "int8") else 2e-5
 
 
 def assert_close(layer: Layer, out: Array, tokens: Tokens, start: int = 0) -> None:
@@ -407,5 +409,5 @@ def test_kv_is_rounded_to_nearest_even(level, kv_dtype):
     # There it is a sum over the head, whose last bits are its order's.
     tokens.v[0] = rng.integers(-8, 8, 256)
     expected = round_to(kv_dtype, tokens.v[0])
-    atol = np.abs(expected).max() * (2**-7 if level == "avx512_bf16" else 1e-6)
+    atol = np.abs(expected).max() * (2**-7 if level in ROUNDING_LEVELS else 1e-6)
     np.testing.assert_allclose(prefill(layer, tokens)[0], expected, atol=atol)

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "attend_kv.h"
+#include "attend_matrix.h"
 #include "attend_plan.h"
 #include "attend_vec.h"
 
@@ -129,7 +130,9 @@ void finish(float* record, int64_t width, int64_t head_dim, float* out) {
 
 // What one thread keeps of the tile it works on; `num_heads` counts (row, head) pairs, row-major.
 struct TileScratch {
-  float *q, *scores, *record, *state, *pair;
+  static constexpr int64_t kPadding = kHasMatrix ? kMatrixRows - 1 : 0;  // rows of scores that pad the last rows to a tile of AMX
+  static constexpr int64_t kSpare = kHasMatrix ? kBlock / 2 : 2;  // floats times width, for V of some tokens beside zeros
+  float *q, *scores, *record, *state, *spare;
   float *k_scales, *v_scales;  // [kSplit], where K is scaled
   uint16_t* wide;              // K and V of a split's blocks as bf16, where K is scaled
   int64_t* bounds;  // [num_rows][2]: the row's tokens of the current split
@@ -140,7 +143,7 @@ struct TileScratch {
   }
   static int64_t floats(const AttendShape& shape) {
     const int64_t heads = max_heads(shape), width = round_up(shape.head_dim, kBlock);
-    const int64_t plain = heads * (width + kSplit + 2 * record_floats(shape)) + 2 * width;
+    const int64_t plain = heads * (width + kSplit + 2 * record_floats(shape)) + kPadding * kSplit + kSpare * width;
     return shape.kv_type == KvType::INT8 ? plain + 2 * kSplit + kSplit * width : plain;
   }
   static size_t bytes(const AttendShape& shape) {
@@ -150,10 +153,10 @@ struct TileScratch {
     const int64_t heads = max_heads(shape), width = round_up(shape.head_dim, kBlock);
     q = reinterpret_cast<float*>(scratch);
     scores = q + heads * width;
-    record = scores + heads * kSplit;
+    record = scores + (heads + kPadding) * kSplit;
     state = record + heads * record_floats(shape);
-    pair = state + heads * record_floats(shape);
-    k_scales = pair + 2 * width;
+    spare = state + heads * record_floats(shape);
+    k_scales = spare + kSpare * width;
     v_scales = k_scales + kSplit;
     wide = reinterpret_cast<uint16_t*>(v_scales + kSplit);
     bounds = reinterpret_cast<int64_t*>(reinterpret_cast<float*>(scratch) + floats(shape));
@@ -170,9 +173,20 @@ class TileWorker {
   TileWorker(const AttendShape& shape, const AttendStep& step, const Plan& plan, const Item& item, uint8_t* scratch)
       : shape_(shape), step_(step), plan_(plan), item_(item), scratch_(shape, scratch), layout_(layout_of<K>(shape)),
         rows_(plan.tile_rows + item.tile_begin), group_(shape.num_heads / shape.num_kv_heads),
-        ld_(record_floats(shape)), ld_q_(layout_.width) {}
+        ld_(record_floats(shape)), ld_q_(layout_.width),
+        takes_matrix_(takes_matrix<K>(shape)), unit_(takes_matrix_ ? kBlock : kPack) {}
 
   void run() {
+    if constexpr (kMayTakeMatrix<K>)
+      if (takes_matrix_) {
+        const MatrixTiles tiles;
+        return run_splits();
+      }
+    run_splits();
+  }
+
+ private:
+  void run_splits() {
     pack_q();
     for (int64_t split = item_.split_begin; split < item_.split_end; ++split) {
       if (!enter(split)) continue;
@@ -189,7 +203,6 @@ class TileWorker {
                  step_.out + rows_[r] * step_.ld_out + head(g) * shape_.head_dim);
   }
 
- private:
   int64_t head(int64_t g) const { return item_.kv_head * group_ + g; }
   int64_t position(int64_t r) const { return step_.positions[rows_[r]]; }
 
@@ -205,9 +218,9 @@ class TileWorker {
       for (int64_t g = 0; g < group_; ++g) {
         const float* q = step_.q + rows_[r] * step_.ld_q + head(g) * shape_.head_dim;
         if constexpr (kScaled<Stored>) {
-          std::memcpy(scratch_.pair, q, static_cast<size_t>(shape_.head_dim) * sizeof(float));
-          rotate(scratch_.pair, shape_.head_dim);
-          q = scratch_.pair;
+          std::memcpy(scratch_.spare, q, static_cast<size_t>(shape_.head_dim) * sizeof(float));
+          rotate(scratch_.spare, shape_.head_dim);
+          q = scratch_.spare;
         }
         K::pack_row(q, shape_.head_dim, scratch_.q + (r * group_ + g) * ld_q_);
       }
@@ -231,8 +244,8 @@ class TileWorker {
       if (hi < common_end_) common_end_ = hi;
     }
     if (row_end_ == 0) return false;
-    common_begin_ = round_up(common_begin_, kPack), common_end_ = common_end_ / kPack * kPack;
-    if (common_begin_ > common_end_) common_begin_ = common_end_ = round_up(common_begin_, kPack);
+    common_begin_ = round_up(common_begin_, unit_), common_end_ = common_end_ / unit_ * unit_;
+    if (common_begin_ > common_end_) common_end_ = common_begin_;
     // All rows of a tile read the same blocks.
     const int32_t* table = step_.block_table + plan_.seqs[rows_[row_begin_]] * step_.max_blocks + split * kSplitBlocks;
     const Layout stored = layout_of<Stored>(shape_);
@@ -269,6 +282,8 @@ class TileWorker {
 
   // scores[head][token] = q . k for every token that some row attends to; the other rows ignore them.
   void score() {
+    if constexpr (kMayTakeMatrix<K>)
+      if (takes_matrix_) return score_matrix();
     const int64_t num_steps = (shape_.head_dim + kPack - 1) / kPack;
     const int64_t m_begin = row_begin_ * group_, m_end = row_end_ * group_, most = tile_vecs(m_end - m_begin);
     const int64_t end = round_up(tokens_end_, kLanes) / kLanes;
@@ -284,6 +299,19 @@ class TileWorker {
                                             scratch_.scores + m * kSplit + vec * kLanes);
       });
     }
+  }
+
+  void score_matrix() {
+    const int64_t end = round_up(tokens_end_, kBlock) / kBlock;
+    for (int64_t m = row_begin_ * group_; m < row_end_ * group_; m += kMatrixRows)
+      for (int64_t b = tokens_begin_ / kBlock; b < end; b += kMatrixSums) {
+        const int64_t count = end - b < kMatrixSums ? end - b : kMatrixSums;
+        const bool is_first = m == row_begin_ * group_;  // the others find K and V in the cache
+        const int64_t left = is_first ? end - b - count : 0;
+        kScoreBlocks[count - 1](scratch_.q + m * ld_q_, ld_q_, k_blocks_ + b, left < kMatrixSums ? left : kMatrixSums,
+                                layout_.depth, is_first ? layout_.k_bytes : 0,
+                                scratch_.scores + m * kSplit + b * kBlock);
+      }
   }
 
   // Scores of one (row, head) to weights p = 2^(score * scale * log2(e) - maximum), in place, as operands of P V.
@@ -306,10 +334,10 @@ class TileWorker {
     // A whole split is the usual case: with its bounds known, its loops have no branches.
     if (begin == 0 && end == kSplit) weigh_scores(scores, 0, kSplit, factor, record);
     else weigh_scores(scores, begin, end, factor, record);
-    // A token that is masked has weight 0, but times a scale that may be NaN; one beside a token that is not will be read.
+    // A token that is masked has weight 0, but times a scale that may be NaN; one in a unit with one that is not will be read.
     if constexpr (kScaled<Stored>) {
-      if (lo % 2) clear_weight(scores, lo - 1);
-      if (hi % 2) clear_weight(scores, hi);
+      for (int64_t t = lo / unit_ * unit_; t < lo; ++t) clear_weight(scores, t);
+      for (int64_t t = hi; t % unit_; ++t) clear_weight(scores, t);
     }
   }
 
@@ -362,6 +390,8 @@ class TileWorker {
 
   void weigh_tokens(int64_t m, int64_t m_end, int64_t begin, int64_t end) {
     if (begin >= end) return;
+    if constexpr (kMayTakeMatrix<K>)
+      if (takes_matrix_) return weigh_matrix(m, m_end, begin, end);
     if constexpr (kPack == 2) {
       if (begin % 2) weigh_half_pair(m, m_end, begin++);
       if (end % 2 && begin < end) {
@@ -373,18 +403,60 @@ class TileWorker {
     weigh_steps(m, m_end, begin / kPack, end / kPack, v_blocks_);
   }
 
+  void weigh_matrix(int64_t m, int64_t m_end, int64_t begin, int64_t end) {
+    if (begin % kBlock) {
+      const int64_t block_end = round_up(begin, kBlock);
+      weigh_part(m, m_end, begin, end < block_end ? end : block_end);
+      if (block_end >= end) return;
+      begin = block_end;
+    }
+    weigh_whole(m, m_end, begin / kBlock, end / kBlock, v_blocks_);
+    if (end % kBlock) weigh_part(m, m_end, end / kBlock * kBlock, end);
+  }
+
+  // Tokens of one block of which others must not be read: their V beside zeros.
+  void weigh_part(int64_t m, int64_t m_end, int64_t begin, int64_t end) {
+    const int64_t b = begin / kBlock, elems = layout_.width * kPack;
+    Elem* part = reinterpret_cast<Elem*>(scratch_.spare);
+    for (int64_t t = b * kBlock; t < (b + 1) * kBlock; t += kPack, part += elems) {
+      const Elem* v = v_blocks_[b] + t % kBlock / kPack * elems;
+      const bool has_first = begin <= t && t < end, has_second = begin <= t + 1 && t + 1 < end;
+      if (has_first && has_second) std::memcpy(part, v, static_cast<size_t>(elems) * sizeof(Elem));
+      else if (has_first || has_second) clear_half(v, has_second, part);
+      else std::memset(part, 0, static_cast<size_t>(elems) * sizeof(Elem));
+    }
+    const Elem* blocks[kSplitBlocks];
+    blocks[b] = reinterpret_cast<const Elem*>(scratch_.spare);
+    weigh_whole(m, m_end, b, b + 1, blocks);
+  }
+
+  void weigh_whole(int64_t m_begin, int64_t m_end, int64_t begin, int64_t end, const Elem* const* blocks) {
+    if (begin >= end) return;
+    for (int64_t m = m_begin; m < m_end; m += kMatrixRows)
+      for (int64_t column = 0; column < layout_.width; column += kMatrixSums * kBlock) {
+        const int64_t left = (layout_.width - column) / kBlock, count = left < kMatrixSums ? left : kMatrixSums;
+        kWeighBlocks[count - 1](scratch_.scores + m * kSplit, blocks, begin, end, column, layout_.width,
+                                m_end - m < kMatrixRows ? m_end - m : kMatrixRows, scratch_.record + m * ld_ + column, ld_);
+      }
+  }
+
   // One token whose pair partner must not be read: its V beside zeros.
   void weigh_half_pair(int64_t m, int64_t m_end, int64_t token) {
     const int64_t step = token % kBlock / kPack, elems = layout_.width * kPack;
     const Elem* v = v_blocks_[token / kBlock] + step * elems;
-    Elem* pair = reinterpret_cast<Elem*>(scratch_.pair);
-    for (int64_t i = 0; i < elems; i += 2) {
-      pair[i] = token % 2 ? Elem(0) : v[i];
-      pair[i + 1] = token % 2 ? v[i + 1] : Elem(0);
-    }
+    Elem* pair = reinterpret_cast<Elem*>(scratch_.spare);
+    clear_half(v, token % 2, pair);
     const Elem* blocks[kSplitBlocks];
     blocks[token / kBlock] = pair - step * elems;
     weigh_steps(m, m_end, token / kPack, token / kPack + 1, blocks);
+  }
+
+  // A pair of tokens of V with zeros in place of one of them.
+  void clear_half(const Elem* v, bool is_first, Elem* out) const {
+    for (int64_t i = 0; i < layout_.width * kPack; i += 2) {
+      out[i] = is_first ? Elem(0) : v[i];
+      out[i + 1] = is_first ? v[i + 1] : Elem(0);
+    }
   }
 
   void weigh_steps(int64_t m_begin, int64_t m_end, int64_t begin, int64_t end, const Elem* const* blocks) {
@@ -432,9 +504,11 @@ class TileWorker {
   const Layout layout_;
   const int32_t* rows_;
   const int64_t group_, ld_, ld_q_;
+  const bool takes_matrix_;
+  const int64_t unit_;                 // tokens of V that are met by one multiplication, all or none of them
   int64_t row_begin_, row_end_;        // rows of the tile that have tokens in this split
   int64_t tokens_begin_, tokens_end_;  // tokens that some row attends to
-  int64_t common_begin_, common_end_;  // tokens that all of them attend to, whole pairs
+  int64_t common_begin_, common_end_;  // tokens that all of them attend to, whole units
   const Elem* k_blocks_[kSplitBlocks];
   const Elem* v_blocks_[kSplitBlocks];
 };

@@ -9,8 +9,8 @@
 // rows, sequences and threads, and wherever a prefill was cut. Slots that a row may not see (stale, another row's future, behind
 // the window) never enter its arithmetic, not even times 0: they may hold NaN.
 //
-// Numerics. float32 throughout, own exp2 and tanh to about 1e-7. With bf16 KV, AVX-512 BF16 rounds q and the softmax weights to bf16 too
-// (vdpbf16ps), and divides by the sum of the rounded weights; that adds an error slightly below the one of rounding KV to bf16.
+// Numerics. float32 throughout, own exp2 and tanh to about 1e-7. With bf16 KV, AVX-512 BF16 and AMX round q and the softmax weights to bf16
+// too (vdpbf16ps, tdpbf16ps), and divide by the sum of the rounded weights; that adds an error slightly below the one of rounding KV to bf16.
 // Storing rounds to nearest, ties to even; what overflows f16 becomes its largest finite value. `scale` must be positive.
 //
 // INT8. K and V of a token and head are rotated (a Hadamard matrix over as much of head_dim as is a power of two) and kept as integers

@@ -3,6 +3,14 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#ifdef SPOLIA_AMX
+#include <cpuid.h>
+#endif
+#if defined(SPOLIA_AMX) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace spolia {
 
 #define SPOLIA_DECLARE_LEVEL(level)   \
@@ -18,6 +26,28 @@ SPOLIA_DECLARE_LEVEL(avx2)
 SPOLIA_DECLARE_LEVEL(avx512)
 SPOLIA_DECLARE_LEVEL(avx512_bf16)
 #endif
+#ifdef SPOLIA_AMX
+namespace avx512_amx {
+AttendKernels attend_kernels();
+}
+
+// Linux keeps the tiles' 8 KiB out of every thread's state until a process asks for them.
+static bool may_use_tiles() {
+#ifdef __linux__
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+static bool has_tiles() {
+  unsigned eax, ebx, ecx, edx;
+  constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  return (edx & kBf16) && (edx & kTiles) && may_use_tiles();
+}
+#endif
 
 #define SPOLIA_LEVEL_TABLE(level) Kernels{#level, level::linear_kernels(), level::attend_kernels(), level::rowwise_kernels()}
 
@@ -32,6 +62,10 @@ static std::vector<Kernels> find_levels() {
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   // Intel's vdpbf16ps takes four times as long as a fused multiply-add, and does twice as much; AMD's is as quick.
   const bool slow_bf16 = __builtin_cpu_is("intel");
+#ifdef SPOLIA_AMX
+  if (bf16 && has_tiles())
+    found.push_back({"avx512_amx", avx512::linear_kernels(), avx512_amx::attend_kernels(), avx512::rowwise_kernels()});
+#endif
   if (avx512 && slow_bf16) found.push_back(SPOLIA_LEVEL_TABLE(avx512));
   if (bf16) found.push_back(SPOLIA_LEVEL_TABLE(avx512_bf16));
   if (avx512 && !slow_bf16) found.push_back(SPOLIA_LEVEL_TABLE(avx512));
