@@ -355,3 +355,18 @@ def test_a_resize_goes_down_to_what_is_leased_though_the_tree_has_copies_of_it()
     sequence.append(9)
     assert world.step(sequence, 1)
     world.check()
+
+
+def test_a_resize_goes_down_to_what_is_leased_though_the_lease_reads_a_block_of_what_was_cleared():
+    world = World(GroupSpec(8))
+    world.remember(tokens(1))
+    for last in (7, 8):  # two that go on from the first token, each with a block of its own
+        world.remember([0, last])
+    sequence = world.open(np.array([0, 8], np.int32))
+    world.cache.clear()
+    (ledger,) = world.cache.ledger()
+    assert ledger.leased == 1
+    assert world.cache.resize([1]) is not None
+    world.check()
+    assert world.step(sequence, 1)
+    world.check()

@@ -1,4 +1,10 @@
-"""Whatever an engine does, in whatever order: every invariant, the ledger and every byte, after every step."""
+"""Whatever an engine does, in whatever order: every invariant, the ledger and every byte, after every step.
+
+The same steps each time; `SPOLIA_EXAMPLES=20000 pytest tests/kvcache/test_kv_state_machine.py` looks among others for so
+many examples.
+"""
+
+import os
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -164,10 +170,15 @@ class CacheMachine(RuleBasedStateMachine):
 def test_ten_thousand_random_steps_break_no_invariant():
     CacheMachine.num_steps = 0
     CacheMachine.policies.clear()
+    num_examples = os.environ.get("SPOLIA_EXAMPLES")
     run_state_machine_as_test(
         CacheMachine,
         settings=settings(
-            max_examples=220, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=int(num_examples or 220),
+            stateful_step_count=60,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=num_examples is None,
         ),
     )
     assert CacheMachine.num_steps >= 10_000

@@ -659,8 +659,7 @@ class KVCache:
             return False
         if node.end > position:
             self._evictor.cut(node, position)
-        if not lease.tail_is_shared:
-            self._tree.own_last_block(node, lease.tables)
+        self._tree.own_last_block(node, lease.tables)
         return True
 
     def _slide(self, lease: Lease) -> None:
