@@ -1,7 +1,6 @@
 """Whatever an engine does, in whatever order: every invariant, the ledger and every byte, after every step.
 
-The same steps each time; `SPOLIA_EXAMPLES=20000 pytest tests/kvcache/test_kv_state_machine.py` looks among others for so
-many examples.
+The same steps each time; `SPOLIA_EXAMPLES=20000 pytest tests/kvcache/test_kv_state_machine.py` takes others, so many.
 """
 
 import os
