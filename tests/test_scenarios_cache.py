@@ -148,7 +148,7 @@ def test_blocks_cannot_be_released_by_a_boundary_only_by_their_lease_and_once():
 
 def test_a_request_that_can_never_fit_fails_at_once_and_names_its_need_and_the_limit():
     engine = toy_engine(num_blocks=8)
-    with pytest.raises(InvalidRequest, match=r"for 308 tokens; even when empty, the pools have blocks for 129"):
+    with pytest.raises(InvalidRequest, match=r"308 in all; the context holds 129"):
         engine.admission.admit(prompt(300), GREEDY)
 
 

@@ -78,7 +78,7 @@ def test_a_request_that_no_pool_could_hold_is_refused_and_the_longest_that_fits_
         limit = 512
     else:
         error = refusal(engine, [1] * 20, SamplingParams(max_tokens=limit - 20 + 1))
-        assert error.code == "kv_memory_exceeded"
+        assert error.code == "context_length_exceeded"
         assert str(limit) in str(error)
         assert "kv_memory" in str(error)
     output = answer(engine, [1] * 20, SamplingParams(max_tokens=limit - 20))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from spolia.engine import LLM, EngineConfig, SamplingParams, build_engine, load
+from spolia.engine import LLM, AsyncEngine, EngineConfig, SamplingParams, build_engine, load
 from spolia.errors import InvalidRequest
 from spolia.kernels.cpu import levels
 
@@ -44,6 +46,19 @@ def test_a_small_pool_makes_the_context_as_long_as_fits(model):
     assert engine.admission.admit([1] * (limit - 1)).max_tokens == 1
     with pytest.raises(InvalidRequest, match=rf"holds {limit}\..* raise .*kv_memory"):
         engine.admission.admit([1] * limit)
+
+
+def test_a_pool_that_grows_makes_the_context_longer(model):
+    async def main() -> None:
+        async with AsyncEngine(model, EngineConfig(kv_memory=4 * 2**20)) as engine:
+            before = engine.context_tokens
+            with pytest.raises(InvalidRequest, match=f"holds {before}"):
+                engine.generate([1] * before, SamplingParams(max_tokens=1))
+            await engine.resize(8 * 2**20)
+            assert 1.9 * before < engine.context_tokens < 2.1 * before
+            assert len((await engine.generate([1] * before, SamplingParams(max_tokens=1)).output()).token_ids) == 1
+
+    asyncio.run(main())
 
 
 def test_a_context_beyond_the_models_is_refused(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spolia.engine import SamplingParams
-from spolia.errors import Overloaded
+from spolia.errors import InvalidRequest, Overloaded
 
 from .toy import run, submit, toy_answer, toy_engine
 
@@ -45,3 +45,21 @@ def test_a_pair_needs_room_for_both(num_blocks, fits):
     assert engine.core.can_end(sequence) is fits
     if fits:
         assert len(run(engine)[request.request_id].token_ids) == 200
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 24), (24, 100), (None, 24, 24)])
+@pytest.mark.parametrize("num_blocks", [5, 30, 300])
+def test_a_cache_grows_as_far_as_it_says_and_no_further(windows, num_blocks, monkeypatch):
+    engine = toy_engine(windows=windows, num_blocks=num_blocks, max_sequences=2, max_context=512)
+    sizes, core = engine.sizes, engine.core
+    block_bytes = sum(pool.shape[1] for pool in sizes.pools)
+    fitting = sizes.resize(core, 4 * block_bytes)
+    most = sizes.most_bytes(core.cache)
+    with pytest.raises(InvalidRequest, match=f"can grow to {most}"):
+        sizes.resize(core, most + 1)
+    monkeypatch.setattr("spolia.engine.resizing.available_bytes", lambda: block_bytes)
+    with pytest.raises(InvalidRequest, match=f"can grow to {5 * block_bytes}"):
+        sizes.resize(core, 5 * block_bytes + 1)
+    monkeypatch.undo()
+    assert sizes.resize(core, most) >= fitting
+    assert sizes.num_bytes(core.cache) == most == sizes.most_bytes(core.cache)

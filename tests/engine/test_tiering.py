@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -505,6 +506,50 @@ def test_what_the_host_tier_gives_up_goes_to_the_one_below(tmp_path):
     output = answer(engine, CONVERSATION)
     assert_right(output, CONVERSATION)
     assert output.num_restored_tokens["disk"] > 100
+    saved(engine)
+
+
+def test_what_a_full_folder_gives_up_goes_to_the_tier_below_sealed_anew(tmp_path):
+    key = AesGcm(bytes(32))
+    disk = TierUse(Tier("disk", FolderBackend(tmp_path / "disk", 5_000), sealer=key), "write_back")
+    remote = TierUse(Tier("remote", FolderBackend(tmp_path / "remote"), sealer=key), "write_back")
+    engine = toy_engine(tiers=[disk, remote], clock=time.monotonic, num_blocks=24)
+    answer(engine, CONVERSATION)
+    for _ in range(3):
+        strangers(engine, 2)
+        settle(engine)
+    output = answer(engine, CONVERSATION)
+    assert_right(output, CONVERSATION)
+    assert output.num_restored_tokens["remote"] > 100
+    assert (remote.tier.stats.num_refused, disk.tier.stats.num_refused) == (0, 0)
+    saved(engine)
+
+
+def test_what_comes_and_goes_below_a_tier_is_what_it_hands_down_to(tmp_path):
+    def use(name: str) -> TierUse:
+        return TierUse(Tier(name, FolderBackend(tmp_path / name)), "write_back")
+
+    def given_up() -> int:
+        before = sum(1 for _ in tmp_path.rglob("*.kv"))
+        for seed in islice(seeds, 4):
+            answer(engine, tokens(300, seed))
+        settle(engine)
+        return sum(1 for _ in tmp_path.rglob("*.kv")) - before
+
+    seeds = count()
+    engine = toy_engine(tiers=[host_tier(5_000)], clock=time.monotonic, num_blocks=24)
+    tiering = engine.core.tiering
+    assert given_up() == 0
+    tiering.attach(use("later"))
+    assert given_up() > 30
+    later, index = tiering.retire("later")
+    assert given_up() == 0
+    tiering.reinstate(later, index)
+    assert given_up() > 30
+    tiering.detach(tiering.retire("later")[0])
+    tiering.attach(use("last"))
+    assert given_up() > 30
+    assert list((tmp_path / "last").rglob("*.kv"))
     saved(engine)
 
 

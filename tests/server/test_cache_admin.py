@@ -7,13 +7,17 @@ import json
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from engine.toy import ToyCodec
+from spolia.engine import CacheAdmin
+from spolia.errors import InvalidRequest
 from spolia.server import ServerConfig
+from spolia.server.hot_changes import AttachTier, ConfigChange, apply_changes
 from spolia.tiers import FolderBackend, HostBackend, Tier, TierUse
 
 from .harness import chatty_engine, eventually, serving
@@ -261,7 +265,7 @@ def test_size_and_policy_change_while_it_is_used_and_answers_stay(server):
     assert (done["config"]["kv_memory"], done["config"]["kv_policy"]) == (16 * block_bytes, "slru")
     assert server.cached(prompt(0)) == 99
     too_long = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt(1, 500), "max_tokens": 2})
-    assert "even when empty, the pools have blocks for" in too_long.json()["error"]["message"]
+    assert f"the context holds {16 * 16 + 1}" in too_long.json()["error"]["message"]
     assert server.post("config", kv_memory=64 * block_bytes)["outcome"] == "done"
     assert server.cached(prompt(1, 500)) == 0
 
@@ -291,6 +295,47 @@ def test_if_one_change_fails_all_are_undone_and_each_is_reported(server, tmp_pat
     assert server.cached(prompt(0)) == 96
 
 
+def test_a_change_that_fails_as_nobody_foresaw_is_undone_too(server, monkeypatch):
+    def broken(*args: Any, **options: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("spolia.server.hot_changes.open_remote", broken)
+    before = httpx.get(f"{server.url}/v1/cache/config").json()
+    report = server.post(
+        "config", 409, kv_policy="lfu", detach=["host"], attach=[{"host": 1000}, {"remote": "valkey://nowhere"}]
+    )
+    assert [change["outcome"] for change in report["changes"]] == ["undone", "undone", "undone", "failed"]
+    assert report["error"]["message"] == "RuntimeError: a bug"
+    assert httpx.get(f"{server.url}/v1/cache/config").json() == before
+
+
+def test_whoever_is_cancelled_while_changes_are_made_leaves_all_or_none(monkeypatch):
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow(*args: Any, **options: Any) -> None:
+        entered.set()
+        assert go_on.wait(60)
+        raise InvalidRequest("no such place")
+
+    monkeypatch.setattr("spolia.server.hot_changes.open_remote", slow)
+
+    async def main() -> None:
+        async with chatty_engine(num_blocks=64) as engine:
+            served: Any = SimpleNamespace(engine=engine)
+            wanted = ConfigChange(kv_policy="lfu", attach=[AttachTier(remote="valkey://nowhere")])
+            change = asyncio.create_task(apply_changes(served, CacheAdmin(engine, engine.sealer), wanted))
+            await asyncio.to_thread(entered.wait, 60)
+            change.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await change
+            assert await engine.call(lambda core: core.cache.policy.name) == "lfu"
+            go_on.set()
+            while await engine.call(lambda core: core.cache.policy.name) != "lru":
+                await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_a_tier_is_attached_and_detached(server, tmp_path):
     done = server.post("config", attach=[{"name": "more", "disk": str(tmp_path / "more"), "size": 1 << 20}])
     assert [tier["name"] for tier in done["config"]["tiers"]] == ["host", "disk", "more"]
@@ -312,12 +357,26 @@ def test_a_folder_takes_the_place_of_memory_beside_the_folder_that_there_is(serv
 
 
 def test_a_size_is_text_or_a_number_and_what_truly_holds_is_told():
-    engine = chatty_engine(num_blocks=64, max_context=128, max_sequences=2)  # which fill 16 blocks
+    engine = chatty_engine(num_blocks=16, max_context=128, max_sequences=2)
     with serving({"toy": engine}) as url:
-        done = Server(url).post("config", kv_memory="6KiB")
-        assert done["config"]["kv_memory_max"] == 64 * 128
-        assert done["changes"][0]["after"] == done["config"]["kv_memory"] == 16 * 128
-        assert Server(url).post("config", kv_memory=8 * 128)["changes"][0]["after"] == 8 * 128
+        done = Server(url).post("config", kv_memory="1000B")
+        assert done["changes"][0]["after"] == done["config"]["kv_memory"] == 7 * 128
+        most = done["config"]["kv_memory_max"]
+        assert most == 16 * 128
+        refused = Server(url).post("config", 409, kv_memory=most + 1)
+        assert f"can grow to {most}" in refused["error"]["message"]
+        assert Server(url).post("config", kv_memory=most)["config"]["kv_memory"] == most
+
+
+def test_the_context_is_as_long_as_there_is_memory_for():
+    engine = chatty_engine(num_blocks=16, max_context=512)
+    with serving({"toy": engine}) as url:
+        server, long = Server(url), {"prompt": prompt(0, 200), "max_tokens": 2}
+        for num_blocks, status in ((8, 400), (16, 200), (4, 400)):
+            config = server.post("config", kv_memory=num_blocks * 128)["config"]
+            assert config["max_model_len"] == 16 * num_blocks + 1  # the last token has no KV
+            assert httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == config["max_model_len"]
+            assert httpx.post(f"{url}/v1/completions", json=long, timeout=60).status_code == status
     asyncio.run(engine.aclose())
 
 

@@ -36,7 +36,7 @@ class Admission:
     """Makes requests. Immutable, so any thread may use it.
 
     Attributes:
-        max_context: most tokens of prompt and answer.
+        max_context: most tokens of prompt and answer, if there is KV memory for them.
         fitting_tokens: most tokens of prompt and answer for which the pools, when empty, have blocks.
         max_sequences: lanes of the batch.
         namespace: the namespace of a cache salt.
@@ -70,6 +70,11 @@ class Admission:
             is_special=self.tokenizer.is_special,
         )
         object.__setattr__(self, "vocabulary", vocabulary)
+
+    @property
+    def context_tokens(self) -> int:
+        """Most tokens of prompt and answer."""
+        return min(self.max_context, self.fitting_tokens)
 
     def admit(
         self,
@@ -137,7 +142,7 @@ class Admission:
             stop_pattern=None if params.stop_regex is None else StopPattern(params.stop_regex),
             num_skipped_bytes=0 if healing is None else len(taken_back),
             num_truncated_tokens=num_truncated_tokens,
-            max_length=None if params.context_shift is None else min(self.max_context, self.fitting_tokens),
+            max_length=None if params.context_shift is None else self.context_tokens,
             prediction_ids=self._prediction_ids(params),
             arrival_s=self.clock(),
             wishes=tuple(wishes),
@@ -202,7 +207,7 @@ class Admission:
             ids = self._token_ids(prompt)
         except InvalidRequest as error:
             raise InvalidRequest(str(error), param="input", code=error.code) from None
-        limit = min(self.max_context, self.fitting_tokens)
+        limit = self.context_tokens
         if len(ids) > limit and not truncate:
             raise InvalidRequest(
                 f"an input has {len(ids)} tokens; the context, or what kv_memory holds of it, has {limit}. Shorten it, "
@@ -249,14 +254,14 @@ class Admission:
         if params.truncate_prompt_tokens is not None:
             kept = kept[-params.truncate_prompt_tokens :]
         wanted = _wanted(params)
-        room = min(self.max_context, self.fitting_tokens) - wanted
+        room = self.context_tokens - wanted
         if params.truncate != "none" and 0 < room < len(kept):
             num_first = room // 2 if params.truncate == "middle" else 0
             kept = np.concatenate([kept[:num_first], kept[len(kept) - room + num_first :]])
         return kept, len(token_ids) - len(kept)
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        limit = min(self.max_context, self.fitting_tokens)
+        limit = self.context_tokens
         wanted = _wanted(params)
         if params.context_shift is not None and params.context_shift["sinks"] > limit // 2:
             raise InvalidRequest(
@@ -264,22 +269,14 @@ class Admission:
                 "there is room for may be kept",
                 param="context_shift",
             )
-        if num_prompt_tokens + wanted > self.max_context:
+        if num_prompt_tokens + wanted > limit:
             raise InvalidRequest(
                 f"the prompt has {num_prompt_tokens} tokens and {wanted} more are asked for, "
-                f"{num_prompt_tokens + wanted} in all; the context holds {self.max_context}. "
+                f"{num_prompt_tokens + wanted} in all; the context holds {limit}. "
                 "Shorten the prompt, lower max_tokens, or, if the model allows it, raise max_context or kv_memory, "
                 "which bounds it too",
                 param="prompt",
                 code="context_length_exceeded",
-            )
-        if num_prompt_tokens + wanted > limit:
-            raise InvalidRequest(
-                f"the prompt's {num_prompt_tokens} tokens and {wanted} more need KV blocks for "
-                f"{num_prompt_tokens + wanted} tokens; even when empty, the pools have blocks for {limit}. "
-                "Shorten the prompt, lower max_tokens, or raise kv_memory",
-                param="prompt",
-                code="kv_memory_exceeded",
             )
         return params.max_tokens if params.max_tokens is not None else limit - num_prompt_tokens
 

@@ -127,8 +127,6 @@ def build_engine(
     )
     cache.resize(num_blocks[:num_own])
     num_fitting = fitting_tokens(cache, max_context, config.max_batch_tokens)
-    if config.max_context is None:
-        max_context = min(max_context, num_fitting)
     draft_model = None
     if drafting is not None:
         draft_pools = _allocate(num_blocks[num_own:], num_blocks[num_own:], block_bytes[num_own:])
@@ -187,7 +185,7 @@ def build_engine(
     resolved = replace(
         config,
         num_threads=num_threads,
-        max_context=max_context,
+        max_context=max_context if config.max_context is not None else min(max_context, num_fitting),
         max_sequences=max_sequences,
         kv_memory=sum(count * size for count, size in zip(num_blocks, block_bytes, strict=True)),
     )

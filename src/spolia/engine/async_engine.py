@@ -383,6 +383,11 @@ class AsyncEngine:
         pools = self._engine.sizes.pools
         return sum(ledger.total * pool.shape[1] for ledger, pool in zip(self.stats.ledger, pools, strict=True))
 
+    @property
+    def context_tokens(self) -> int:
+        """Most tokens of a prompt and its answer, in the KV memory that there is now."""
+        return self._admission.context_tokens
+
     async def resize(self, kv_bytes: int) -> None:
         """Let the KV pools take so many bytes from now on, evicting what is too much. Requests go on meanwhile.
 

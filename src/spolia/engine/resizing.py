@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.engine.core import EngineCore
-from spolia.engine.memory import split_blocks
+from spolia.engine.memory import available_bytes, split_blocks
 from spolia.errors import InvalidRequest, Overloaded
 from spolia.kernels import release_blocks
 from spolia.kvcache import KVCache
@@ -42,14 +42,14 @@ class PoolSizes:
     max_sequences: int
     max_batch_tokens: int
 
-    @property
-    def capacity_bytes(self) -> int:
-        """How far it can grow."""
-        return sum(pool.nbytes for pool in self.pools)
+    def most_bytes(self, cache: KVCache) -> int:
+        """How far it can grow now: into what was reserved, as far as sequences can fill it and there is memory."""
+        most = self._bytes_of(self._split(sum(pool.nbytes for pool in self.pools)))
+        return min(most, self.num_bytes(cache) + available_bytes())
 
     def num_bytes(self, cache: KVCache) -> int:
         """What the cache may take now."""
-        return sum(ledger.total * pool.shape[1] for ledger, pool in zip(cache.ledger(), self.pools, strict=True))
+        return self._bytes_of([ledger.total for ledger in cache.ledger()])
 
     def resize(self, core: EngineCore, kv_bytes: int) -> int:
         """Let the pools take so many bytes from the next step on; on the engine's thread.
@@ -58,24 +58,18 @@ class PoolSizes:
             Most tokens of a prompt and its answer that fit from now on.
 
         Raises:
-            InvalidRequest: less than a block, or more than was reserved at the start. Nothing has changed.
+            InvalidRequest: less than a block, or more than `most_bytes`. Nothing has changed.
             Overloaded: requests that have not ended need more. Nothing has changed.
         """
-        counts = split_blocks(
-            kv_bytes,
-            [pool.shape[1] for pool in self.pools],
-            self.windows,
-            max_context=self.max_context,
-            max_sequences=self.max_sequences,
-            max_batch_tokens=self.max_batch_tokens,
-        )
-        if any(count > capacity for count, capacity in zip(counts, core.cache.capacity, strict=True)):
+        before = [ledger.total for ledger in core.cache.ledger()]
+        most = self.most_bytes(core.cache)
+        if kv_bytes > max(most, self._bytes_of(before)):
             raise InvalidRequest(
-                f"kv_memory is {kv_bytes}; this engine can grow to {self.capacity_bytes}, which it reserved at its "
-                "start; start it again for more",
+                f"kv_memory is {kv_bytes}; this engine can grow to {most}: as far as it reserved at its start, "
+                "max_sequences of max_context could fill it, and memory is free now; ask for no more, or restart it",
                 param="kv_memory",
             )
-        before = [ledger.total for ledger in core.cache.ledger()]
+        counts = self._split(kv_bytes)
         withheld = core.cache.resize(counts)
         if withheld is None:
             raise Overloaded(f"running requests hold more than {kv_bytes} bytes of KV; try again when fewer run")
@@ -86,3 +80,17 @@ class PoolSizes:
             release_blocks(pool, ids)
         core.note_resized()
         return fitting_tokens(core.cache, self.max_context, self.max_batch_tokens)
+
+    def _split(self, kv_bytes: int) -> list[int]:
+        counts = split_blocks(
+            kv_bytes,
+            [pool.shape[1] for pool in self.pools],
+            self.windows,
+            max_context=self.max_context,
+            max_sequences=self.max_sequences,
+            max_batch_tokens=self.max_batch_tokens,
+        )
+        return [min(count, len(pool)) for count, pool in zip(counts, self.pools, strict=True)]
+
+    def _bytes_of(self, counts: Sequence[int]) -> int:
+        return sum(count * pool.shape[1] for count, pool in zip(counts, self.pools, strict=True))

@@ -87,25 +87,9 @@ def build_cache(
     usual = exact if codec is None else Encoding(f"{layout}/{codec.name}", block_bytes, codec)
     encodings = (exact, usual)
     mover = Mover([use.tier for use in uses], encodings=encodings)
-    _chain_down(uses, mover)
     offloader = Offloader(pools, mover, uses, encodings)
     cache = KVCache(groups, clock=clock, policy=policy, on_evict=offloader.on_evict)
     tiering = Tiering(
         cache, pools, mover, offloader, uses, encodings=encodings, clock=clock, fetch=fetch, timeout_s=fetch_timeout_s
     )
     return cache, tiering
-
-
-def _chain_down(uses: Sequence[TierUse], mover: Mover) -> None:
-    """What has to leave the host tier goes to the next one that is written back to."""
-    if not uses:
-        return
-    below = [use.tier for use in uses[1:] if use.write == "write_back"]
-    backend = uses[0].tier.backend
-    if isinstance(backend, HostBackend) and below:
-        next_tier = below[0]
-
-        def demote(key: bytes, extent: memoryview) -> None:
-            mover.demote(next_tier, key, extent)
-
-        backend.on_evict = demote

@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -98,6 +99,9 @@ class Offloader:
         self._write_through = [use.tier for use in uses if use.write == "write_through"]
         self._write_back = [use.tier for use in uses if use.write == "write_back"][:1]
         self._selective = [use for use in uses if use.write == "selective"]
+        for index, use in enumerate(uses):
+            below = next((other.tier for other in uses[index + 1 :] if other.write == "write_back"), None)
+            use.tier.hand_down(None if below is None else partial(self._mover.demote, below))
 
     def note_committed(self, group: int, block_ids: NDArray[np.int32], tags: Seq[Tag]) -> None:
         """These blocks are whole and committed."""

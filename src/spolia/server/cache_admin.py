@@ -272,7 +272,7 @@ class CacheAdminEndpoints:
 
     async def config(self, request: Request) -> Response:
         """Size, policy and tiers, as they are now."""
-        return _json(await describe(self._models.get(request.query_params.get("model"))))
+        return _json(await self._describe(self._models.get(request.query_params.get("model"))))
 
     async def change(self, request: Request) -> Response:
         """Change them, one after the other; if one fails, those before it are undone."""
@@ -286,16 +286,22 @@ class CacheAdminEndpoints:
             "object": "cache.config.change",
             "outcome": "done" if failed is None else "rolled_back",
             "changes": changes,
-            "config": await describe(served),
+            "config": await self._describe(served),
         }
         if failed is not None:
             content["error"] = {"message": failed.error, "type": "invalid_request_error", "param": failed.change,
                                 "code": "rolled_back"}  # fmt: skip
         return Response(msgspec.json.encode(content), 200 if failed is None else 409, media_type="application/json")
 
+    async def _describe(self, served: ServedModel) -> dict[str, Any]:
+        return await describe(served, may_grow_bytes=self._free_bytes())
+
     async def _apply(self, served: ServedModel, admin: CacheAdmin, wanted: ConfigChange) -> list[Change]:
-        free_bytes = self._models.shelf.free_bytes(self._models.all())
-        return await apply_changes(served, admin, wanted, may_grow_bytes=free_bytes)
+        return await apply_changes(served, admin, wanted, may_grow_bytes=self._free_bytes())
+
+    def _free_bytes(self) -> int | None:
+        """Of the server's `--memory`."""
+        return self._models.shelf.free_bytes(self._models.all())
 
     async def _make_again(self, served: ServedModel) -> None:
         """A model has been loaded: what was changed before it was unloaded holds again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -20,6 +21,8 @@ from spolia.sizes import parse_bytes
 from spolia.tiers import Checksum, FolderBackend, HostBackend, Tier, TierUse, open_remote
 
 __all__ = ["Change", "ConfigChange", "apply_changes", "describe"]
+
+logger = logging.getLogger("spolia.server")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -64,13 +67,24 @@ class Change(msgspec.Struct):
     error: str | None = None
 
 
-async def describe(served: ServedModel) -> dict[str, Any]:
-    """A cache's settings as they are now."""
+async def describe(served: ServedModel, *, may_grow_bytes: int | None = None) -> dict[str, Any]:
+    """A cache's settings as they are now.
+
+    Args:
+        may_grow_bytes: as `apply_changes` has it.
+    """
     engine = served.engine
     sizes = engine.sizes
-    kv_memory, policy, uses = await engine.call(
-        lambda core: (sizes.num_bytes(core.cache), core.cache.policy.name, core.tiering.uses)
+    kv_memory, most, policy, uses = await engine.call(
+        lambda core: (
+            sizes.num_bytes(core.cache),
+            sizes.most_bytes(core.cache),
+            core.cache.policy.name,
+            core.tiering.uses,
+        )
     )
+    if may_grow_bytes is not None:
+        most = min(most, kv_memory + max(0, may_grow_bytes))
     tiers = [
         {
             "name": use.tier.name,
@@ -88,7 +102,8 @@ async def describe(served: ServedModel) -> dict[str, Any]:
         "model": served.name,
         "kv_policy": policy,
         "kv_memory": kv_memory,
-        "kv_memory_max": sizes.capacity_bytes,
+        "kv_memory_max": max(kv_memory, most),
+        "max_model_len": engine.context_tokens,
         "kv_dtype": engine.config.kv_dtype,
         "kv_fetch": engine.config.kv_fetch,
         "tiers": tiers,
@@ -98,13 +113,20 @@ async def describe(served: ServedModel) -> dict[str, Any]:
 async def apply_changes(
     served: ServedModel, admin: CacheAdmin, wanted: ConfigChange, *, may_grow_bytes: int | None = None
 ) -> list[Change]:
-    """Make changes one after the other; if one fails, those before it are undone, the last first.
+    """Make changes one after the other; if one fails, for whatever reason, those before it are undone, the last first.
 
-    What was evicted for a smaller cache is not brought back by undoing.
+    What was evicted for a smaller cache is not brought back by undoing. Whoever is cancelled meanwhile leaves all
+    changes made, or none.
 
     Args:
         may_grow_bytes: by so much more KV at most; None: as far as there is memory.
     """
+    return await asyncio.shield(_apply(served, admin, wanted, may_grow_bytes))
+
+
+async def _apply(
+    served: ServedModel, admin: CacheAdmin, wanted: ConfigChange, may_grow_bytes: int | None
+) -> list[Change]:
     changes: list[Change] = []
     undos: list[tuple[Change, Undo]] = []
     retired: list[TierUse] = []
@@ -112,14 +134,14 @@ async def apply_changes(
         changes.append(change)
         try:
             undos.append((change, await act()))
-        except SpoliaError as error:
-            change.outcome, change.error = "failed", str(error)
+        except Exception as error:
+            change.outcome, change.error = "failed", _told(error)
             for done, undo in reversed(undos):
                 try:
                     await undo()
                     done.outcome = "undone"
-                except SpoliaError as trouble:
-                    done.outcome, done.error = "not_undone", str(trouble)
+                except Exception as trouble:
+                    done.outcome, done.error = "not_undone", _told(trouble)
             break
     else:
         for use in retired:  # what a tier has is given up only when no change can fail any more
@@ -127,6 +149,14 @@ async def apply_changes(
     if not changes:
         raise InvalidRequest("nothing to change; send kv_policy, kv_memory, attach or detach", param="kv_policy")
     return changes
+
+
+def _told(error: Exception) -> str:
+    """What to say of it; of what nobody foresaw, the log has more."""
+    if isinstance(error, SpoliaError):
+        return str(error)
+    logger.error("a change of the cache failed", exc_info=error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _acts(
@@ -174,7 +204,7 @@ async def _resize(engine: AsyncEngine, change: Change, may_grow_bytes: int | Non
             param="kv_memory",
         )
     await engine.resize(wanted)
-    # Whole blocks, and no more than all sequences that may run could fill.
+    # Whole blocks.
     change.after = await engine.call(lambda core: sizes.num_bytes(core.cache))
 
     async def undo() -> None:
@@ -203,7 +233,7 @@ async def _attach(engine: AsyncEngine, spec: AttachTier, change: Change) -> Undo
     try:
         # Memory is the fastest: it comes first.
         await engine.attach_tier(use, 0 if spec.host is not None else None)
-    except SpoliaError:
+    except Exception:
         await asyncio.to_thread(use.tier.close)
         raise
 

@@ -85,7 +85,7 @@ def _card(served: ServedModel) -> ModelCard:
     card.expires_at = served.expires_s
     if served.state == "ready":
         engine = served.engine
-        card.max_model_len = engine.config.max_context
+        card.max_model_len = engine.context_tokens
         card.vocab_size = engine.model.tokenizer.vocab_size
         card.weights_bytes = engine.weights_bytes
         card.kv_bytes = engine.kv_bytes

@@ -53,7 +53,7 @@ class TokenizeEndpoints:
             )
         reply = TokenizeReply(
             count=len(ids),
-            max_model_len=engine.config.max_context,
+            max_model_len=engine.context_tokens,
             tokens=ids,
             token_strs=[tokenizer.token_text(id_) for id_ in ids] if body.return_token_strs else None,
         )

@@ -21,7 +21,7 @@ from .archive import (
     unpack_archive,
     write_archive,
 )
-from .backend import Entry, Health, ListableBackend, StorageBackend
+from .backend import Entry, EvictingBackend, Health, ListableBackend, StorageBackend
 from .compression import Compressed, compress
 from .documents import Document, DocumentFolder
 from .encoding import Codec, Encoding
@@ -63,6 +63,7 @@ __all__ = [
     "DocumentFolder",
     "Encoding",
     "Entry",
+    "EvictingBackend",
     "ExtentError",
     "ExtentHeader",
     "FetchPolicy",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from .extent import ExtentHeader
 
-__all__ = ["Buffer", "Entry", "Health", "ListableBackend", "StorageBackend"]
+__all__ = ["Buffer", "Entry", "EvictingBackend", "Health", "ListableBackend", "StorageBackend"]
 
 Buffer: TypeAlias = memoryview
 """Contiguous bytes that the caller owns."""
@@ -89,3 +89,15 @@ class ListableBackend(StorageBackend, Protocol):
 
     def read_header(self, key: bytes) -> ExtentHeader | None:
         """What an extent says of itself; None if it is gone, or makes no sense."""
+
+
+@runtime_checkable
+class EvictingBackend(StorageBackend, Protocol):
+    """A backend that shows what has to make room, so that the next tier can take it.
+
+    Attributes:
+        on_evict: told of each extent that has to go, (key, extent), before it is gone; on the caller's thread. None: it
+            is nobody's business.
+    """
+
+    on_evict: Callable[[bytes, Buffer], None] | None

@@ -64,6 +64,7 @@ class FolderBackend:
         ttl_s: float | None = None,
         sweep: bool = True,
     ) -> None:
+        self.on_evict: Callable[[bytes, Buffer], None] | None = None
         self.folder = Path(folder)
         self._capacity = capacity_bytes
         self._clock = clock
@@ -235,7 +236,7 @@ class FolderBackend:
             doomed = self._over_capacity(size)
             self._num_reserved_bytes += size
         try:
-            self._remove(doomed)
+            self._evict(doomed)
             self._write(key, value)
         finally:
             with self._lock:
@@ -319,7 +320,7 @@ class FolderBackend:
                 self._num_bytes -= size
                 num_bytes -= size
                 doomed.append(key)
-        self._remove(doomed)
+        self._evict(doomed)
         return bool(doomed)
 
     def _over_capacity(self, size: int) -> list[bytes]:
@@ -334,6 +335,14 @@ class FolderBackend:
             self._num_bytes -= freed
             doomed.append(key)
         return doomed
+
+    def _evict(self, keys: Sequence[bytes]) -> None:
+        """Remove what has to make room, and show it to whoever may want to keep it."""
+        if self.on_evict is not None:
+            for key in keys:
+                with suppress(OSError):  # another process was quicker
+                    self.on_evict(key, memoryview(bytearray(Path(self._path(key)).read_bytes())))
+        self._remove(keys)
 
     def _forget(self, key: bytes) -> None:
         self._num_bytes -= self._sizes.pop(key, 0)

@@ -16,11 +16,7 @@ __all__ = ["HostBackend"]
 
 
 class HostBackend:
-    """At most `capacity_bytes` of extents in RAM.
-
-    Attributes:
-        on_evict: told of each extent that has to go, (key, extent), before it is gone; on the caller's thread.
-    """
+    """At most `capacity_bytes` of extents in RAM. An `EvictingBackend`."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.on_evict: Callable[[bytes, Buffer], None] | None = None

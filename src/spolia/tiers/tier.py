@@ -8,7 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from spolia.errors import StorageUnavailable
 
-from .backend import Buffer, Health, StorageBackend
+from .backend import Buffer, EvictingBackend, Health, StorageBackend
 from .extent import Checksum, ExtentError, ExtentHeader, Sealer, extent_bytes, open_extent
 from .keys import BLOCK_SIZE, DIGEST_BYTES, link, root_digest
 
@@ -206,6 +206,22 @@ class Tier:
             if refused:
                 self.backend.delete(refused)
         return payloads
+
+    def hand_down(self, take: Callable[[bytes, Buffer], object] | None) -> None:
+        """From now on, show `take` each extent that has to make room, readable and checked; None: show nobody."""
+        if not isinstance(self.backend, EvictingBackend):
+            return
+        if take is None:
+            self.backend.on_evict = None
+            return
+
+        def show(key: bytes, extent: Buffer) -> None:
+            opened = memoryview(bytearray(extent))  # it may be read by somebody just now
+            with suppress(ExtentError):  # it is of no use to anybody
+                open_extent(opened, self._sealer, key)
+                take(key, opened)
+
+        self.backend.on_evict = show
 
     def put(self, keys: Sequence[bytes], extents: Sequence[Buffer]) -> int:
         """Seal and store extents, in place; how many it took."""

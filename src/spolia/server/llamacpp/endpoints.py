@@ -127,7 +127,7 @@ class LlamaCppEndpoints:
                 "default_generation_settings": {
                     "id": 0,
                     "id_task": -1,
-                    "n_ctx": engine.config.max_context,
+                    "n_ctx": engine.context_tokens,
                     "speculative": engine.config.speculation != "off",
                     "is_processing": engine.stats.num_running > 0,
                     "params": defaults(),
@@ -163,7 +163,7 @@ class LlamaCppEndpoints:
             [
                 {
                     "id": number,
-                    "n_ctx": engine.config.max_context,
+                    "n_ctx": engine.context_tokens,
                     "is_processing": lane is not None,
                     "id_task": None if lane is None else lane.request_id,
                     "n_prompt_tokens": 0 if lane is None else lane.num_prompt_tokens,

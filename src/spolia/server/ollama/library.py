@@ -64,7 +64,7 @@ class OllamaLibrary:
                     "size": engine.weights_bytes + (engine.config.kv_memory or 0),
                     "expires_at": _expires_at(served),
                     "size_vram": 0,
-                    "context_length": engine.config.max_context,
+                    "context_length": engine.context_tokens,
                 }
                 shown.append({**await _listed(served), **kept})
         return _json({"models": shown})
