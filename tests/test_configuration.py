@@ -142,7 +142,7 @@ def test_a_variable_that_is_nearly_one_of_ours_is_told(monkeypatch: pytest.Monke
 
 def test_every_setting_of_the_deployed_file_is_one(tmp_path: Path):
     text = (DEPLOY / "spolia.toml").read_text()
-    everything = text.replace("# kv_", "kv_").replace("# threads", "threads")
+    everything = text.replace("\n# kv_", "\nkv_").replace("# threads", "threads")
     everything = everything.replace("# keys", "keys").replace("# tls_", "tls_")
     path = written(tmp_path, everything)
     shown = show("serve", "--config", path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import shutil
@@ -98,7 +99,7 @@ def test_the_container_is_set_by_variables_that_are_settings(monkeypatch: pytest
     said = (DEPLOY / "Containerfile").read_text()
     (line,) = re.findall(r"^ENV (.*)$", said, re.MULTILINE)
     variables = dict(pair.split("=", 1) for pair in line.split())
-    assert set(variables) == {"SPOLIA_CACHE", "SPOLIA_HOST", "SPOLIA_MODELS", "SPOLIA_LOG_FORMAT"}
+    assert set(variables) == {"SPOLIA_CACHE", "SPOLIA_KV_DISK", "SPOLIA_HOST", "SPOLIA_MODELS", "SPOLIA_LOG_FORMAT"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     shown = CliRunner().invoke(app, ["config", "show", "--json"], catch_exceptions=False)
@@ -110,14 +111,17 @@ def test_the_container_is_set_by_variables_that_are_settings(monkeypatch: pytest
 
 def test_the_containers_health_check_tells_health():
     said = (DEPLOY / "Containerfile").read_text()
-    (command,) = re.findall(r"^HEALTHCHECK .*CMD (.*)$", said, re.MULTILINE)
+    command = re.search(r"^HEALTHCHECK .*?CMD ((?:.*\\\n)*.*)$", said, re.MULTILINE)
+    assert command is not None
+    words = shlex.split(command[1].replace("\\\n", "").replace("python", sys.executable, 1))
     engine = chatty_engine()
     loading: Future[Any] = Future()
     with serving({"toy": loading}) as url:
-        words = shlex.split(command.replace("http://127.0.0.1:8000", url).replace("python", sys.executable, 1))
-        assert subprocess.run(words, capture_output=True, check=False).returncode != 0
-        loading.set_result(engine)
-        assert subprocess.run(words, capture_output=True, check=False).returncode == 0
+        environment = {**os.environ, "SPOLIA_PORT": url.rpartition(":")[2]}
+        for outcome in (1, 0):
+            assert subprocess.run(words, env=environment, capture_output=True, check=False).returncode == outcome
+            if outcome:
+                loading.set_result(engine)
     asyncio.run(engine.aclose())
 
 

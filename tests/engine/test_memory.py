@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
-from spolia.engine import EngineConfig
+from spolia.engine import EngineConfig, memory
 from spolia.engine.memory import available_bytes, default_num_threads, split_blocks
 from spolia.errors import InvalidRequest
 
@@ -49,6 +50,28 @@ def test_the_limit_in_bytes_holds(kv_bytes, windows):
 def test_by_default_a_quarter_of_the_available_memory_is_taken_at_most():
     (count,) = split_blocks(None, [1_000], [None], max_context=2**20, max_sequences=2**20, max_batch_tokens=2**20)
     assert 0.1 * available_bytes() < count * 1_000 < 0.5 * available_bytes()
+
+
+LIMIT_FILES = {
+    2: {"memory.max": 5000, "memory.current": 3000, "memory.stat": "anon 9\n\ninactive_file 400", "cpu.max": "100 100"},
+    1: {
+        "memory/memory.limit_in_bytes": 5000,
+        "memory/memory.usage_in_bytes": 3000,
+        "memory/memory.stat": "inactive_file 9\ntotal_inactive_file 400",
+        "cpu/cpu.cfs_quota_us": 100,
+        "cpu/cpu.cfs_period_us": 100,
+    },
+}
+
+
+@pytest.mark.parametrize("files", LIMIT_FILES.values(), ids=LIMIT_FILES)
+def test_a_control_groups_limits_hold(files: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{content}\n")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert available_bytes() == 2400
+    assert default_num_threads() == 1
 
 
 def test_there_is_a_thread_for_each_core_at_most():

@@ -70,9 +70,13 @@ def split_blocks(
 def available_bytes() -> int:
     """Memory that this process may still take: what the system has available, or less if its cgroup allows less."""
     available = _meminfo("MemAvailable")
-    limit, used = _read_int(_CGROUP / "memory.max"), _read_int(_CGROUP / "memory.current")
-    if limit is not None and used is not None:
-        available = min(available, max(limit - used, 0))
+    for folder, limit_name, used_name, idle_name in _LIMITS:
+        limit, used = _read_int(CGROUP / folder / limit_name), _read_int(CGROUP / folder / used_name)
+        if limit is not None and used is not None:
+            idle = _field(
+                CGROUP / folder / "memory.stat", idle_name
+            )  # pages of files, which the system takes back if need be
+            available = min(available, max(limit - used + idle, 0))
     return available
 
 
@@ -83,20 +87,31 @@ def default_num_threads() -> int:
     return max(1, min(len(cores), _cpu_quota()))
 
 
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
+)
 _CPU = Path("/sys/devices/system/cpu")
 
 
 def _meminfo(field: str) -> int:
-    for line in (_read_text(Path("/proc/meminfo")) or "").splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
+    if kib := _field(Path("/proc/meminfo"), field + ":"):
+        return kib * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no such file: macOS, BSD
 
 
 def _cpu_quota() -> int:
-    quota, _, period = (_read_text(_CGROUP / "cpu.max") or "max 100000").partition(" ")
+    quota, _, period = (_read_text(CGROUP / "cpu.max") or "max 100000").partition(" ")
+    if version_1 := _read_int(CGROUP / "cpu" / "cpu.cfs_quota_us"):  # -1, which is no number here, where there is none
+        quota, period = str(version_1), _read_text(CGROUP / "cpu" / "cpu.cfs_period_us") or "100000"
     return 1_000_000 if quota == "max" else math.ceil(int(quota) / int(period))
+
+
+def _field(path: Path, name: str) -> int:
+    """The number after `name`, on a line of its own; 0 where there is none."""
+    lines = (line.split() for line in (_read_text(path) or "").splitlines())
+    return next((int(words[1]) for words in lines if words[:1] == [name]), 0)
 
 
 def _read_int(path: Path) -> int | None:
