@@ -44,7 +44,7 @@ def test_a_stream_carries_the_same_content_and_one_role(client):
 
 
 def test_text_parts_are_joined(client):
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    parts = [{"type": "text", "text": "one"}, {"type": "refusal", "refusal": "two"}]
     reply = greedy(client, [{"role": "user", "content": parts}])
     assert reply.choices[0].message.content == text_of(toy_answer(list(b"user: one\ntwo\nassistant:"), 10))
 

@@ -13,6 +13,7 @@ import pytest
 from openai import OpenAI
 
 from engine.toy import toy_answer
+from spolia.server.responses import endpoints
 from spolia.server.resuming import ResumableStreams
 
 from .harness import Pace, chatty_engine, eventually, scripted_engine, serving
@@ -116,6 +117,59 @@ def test_responses_are_kept_until_they_are_deleted_unless_not_stored(client):
             client.responses.create(model="scripted", previous_response_id=id_, input="hello")
 
 
+def test_the_input_of_a_response_is_listed_and_referred_to(client):
+    first = client.responses.create(model="scripted", input="hello")
+    second = client.responses.create(
+        model="scripted", previous_response_id=first.id, input=[{"role": "user", "content": "rome"}], tools=TOOLS
+    )
+    items = list(client.responses.input_items.list(second.id, order="asc", limit=2))  # two pages
+    assert [item.role for item in items] == ["user", "assistant", "user"]
+    assert items[0].content[0].text == "hello"
+    assert items[1] == first.output[0]
+    assert [item.id for item in client.responses.input_items.list(second.id)] == [item.id for item in items[::-1]]
+    references = [{"type": "item_reference", "id": item.id} for item in items[:2]]
+    said = client.responses.create(model="scripted", input=[*references, items[2].to_dict()], tools=TOOLS)
+    assert shown(said) == shown(second)
+    assert said.usage.input_tokens == second.usage.input_tokens
+    for call in (
+        lambda: client.responses.input_items.list(first.id, limit=0),
+        lambda: client.responses.input_items.list(first.id, after="msg_none"),
+        lambda: client.responses.cancel(first.id),  # only what runs in the background can be
+        lambda: client.responses.retrieve(first.id, stream=True),
+    ):
+        with pytest.raises(openai.BadRequestError):
+            call()
+    with pytest.raises(openai.NotFoundError, match="msg_none"):
+        client.responses.create(model="scripted", input=[{"type": "item_reference", "id": "msg_none"}])
+
+
+def test_tokens_are_counted_as_the_response_counts_them(client):
+    asked: Any = {"model": "scripted", "input": "hello", "instructions": "Be kind.", "tools": TOOLS}
+    counted = client.responses.input_tokens.count(**asked)
+    assert counted.input_tokens == client.responses.create(**asked).usage.input_tokens
+
+
+def test_of_the_tools_offered_only_those_allowed_are_called_and_the_prompt_stays(client):
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}
+    free = client.responses.create(model="scripted", input="both", tools=TOOLS)
+    held = client.responses.create(model="scripted", input="both", tools=TOOLS, tool_choice=allowed)
+    assert [item.name for item in free.output[1:]] == ["weather", "time"]
+    assert [item.name for item in held.output if item.type == "function_call"] == ["weather"]
+    assert "time" in held.output_text
+    assert held.usage.input_tokens == free.usage.input_tokens
+    forced = client.responses.create(model="toy", input="x", tools=TOOLS, tool_choice={**allowed, "mode": "required"})
+    assert [item.name for item in forced.output] == ["weather"]
+
+
+def test_what_is_kept_of_responses_is_bounded_in_bytes(client, monkeypatch):
+    first = client.responses.create(model="scripted", input="hello")
+    monkeypatch.setattr(endpoints, "_MAX_STORED_BYTES", 4500)
+    last = client.responses.create(model="scripted", input="hello", metadata={"long": "x" * 3000})
+    assert client.responses.retrieve(last.id).id == last.id
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
 def test_the_answer_has_the_form_that_was_asked_for(client):
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     schema["additionalProperties"] = False
@@ -135,6 +189,10 @@ BAD = [
     ({"temperature": -1}, "temperature"),
     ({"text": {"format": {"type": "xml"}}}, "text"),
     ({"background": True}, "background"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": 5}]}}, "tool_choice"),
 ]
 
 

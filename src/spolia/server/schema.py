@@ -342,9 +342,10 @@ def _role_and_content(message: Mapping[str, Any], path: str) -> dict[str, str]:
 
 def _text_of_part(part: object, path: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get("text") if isinstance(part, dict) else None
-    if kind not in ("text", "input_text"):
+    if kind not in ("text", "input_text", "refusal"):
         raise InvalidRequest(f"{path}.type is {kind!r}; this model takes text parts only", param=path)
+    name = "refusal" if kind == "refusal" else "text"
+    text = part.get(name) if isinstance(part, dict) else None
     if not isinstance(text, str):
-        raise InvalidRequest(f"{path}.text must be a string", param=f"{path}.text")
+        raise InvalidRequest(f"{path}.{name} must be a string", param=f"{path}.{name}")
     return text

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: `POST /v1/responses`, `GET` and `DELETE /v1/responses/{id}`."""
+"""OpenAI's Responses API: `POST /v1/responses`, and what is kept of the last ones under `/v1/responses/{id}`."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spolia.errors import SpoliaError
+from spolia.errors import InvalidRequest, SpoliaError
 from spolia.server.access import current_caller
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.errors import UnknownThing, error_body
-from spolia.server.responses.schema import ResponsesRequest, messages_of, tool_use_of
+from spolia.server.responses.schema import ResponsesRequest, messages_of, tool_use_of, with_ids
 from spolia.server.routes import Route
 from spolia.server.served import ServedModels
 from spolia.server.sse import EventStream
@@ -27,15 +27,27 @@ from spolia.server.turn import Conversation, Turn
 __all__ = ["ResponsesEndpoints"]
 
 _MAX_STORED = 1024
+_MAX_STORED_BYTES = 256 << 20
+_MAX_LISTED = 100  # OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A response to go on from. Its instructions are not part of it: they hold for one response."""
+    """A response to go on from. Its instructions are not part of it: they hold for one response.
+
+    Attributes:
+        input: the items that it answers, those of the responses before it among them.
+        num_bytes: of all that, though responses that follow each other share it.
+    """
 
     tenant: str | None
-    messages: list[dict[str, Any]]
+    input: list[dict[str, Any]]
     reply: dict[str, Any]
+    num_bytes: int
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        return [*self.input, *self.reply["output"]]
 
 
 class ResponsesEndpoints:
@@ -45,25 +57,27 @@ class ResponsesEndpoints:
         self._models = models
         self._config = config
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
+        self._num_bytes = 0
 
     def routes(self) -> list[Route]:
         return [
             Route("POST", "/v1/responses", self.create, ResponsesRequest),
+            Route("POST", "/v1/responses/input_tokens", self.count, ResponsesRequest),
             Route("GET", "/v1/responses/{response_id}", self.retrieve),
             Route("DELETE", "/v1/responses/{response_id}", self.delete),
+            Route("GET", "/v1/responses/{response_id}/input_items", self.list_input),
+            Route("POST", "/v1/responses/{response_id}/cancel", self.cancel),
         ]
 
     async def create(self, request: Request) -> Response:
         """OpenAI's Responses API: answer, and keep the answer for `previous_response_id`."""
         body = await read_body(request, ResponsesRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
-        before = [] if body.previous_response_id is None else self._find(body.previous_response_id).messages
-        messages = [*before, *messages_of(body.input)]
-        told = [{"role": "system", "content": body.instructions}] if body.instructions else []
+        conversation, items = self._conversation(body)
         turn = await Turn.begin(
             "resp",
             served,
-            Conversation(messages=[*told, *messages], tool_use=tool_use_of(body)),
+            conversation,
             body.sampling_params(),
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
@@ -71,23 +85,70 @@ class ResponsesEndpoints:
         reply = _Reply(turn, body)
         headers = {"x-request-id": turn.answer.id}
         if body.stream:
-            events = self._events(reply, messages)
+            events = self._events(reply, items)
             return EventStream(events, on_disconnect=turn.answer.abort, headers=headers)
         text, calls = gather(await turn.whole(request))
         shown = reply.ended(reply.items(text, calls))
-        self._store(reply, messages, text, calls, shown)
-        return Response(msgspec.json.encode(shown), headers=headers, media_type="application/json")
+        self._store(reply, items, shown)
+        return _json(shown, headers)
 
-    async def retrieve(self, response_id: str) -> Response:
+    async def count(self, request: Request) -> Response:
+        """How many tokens the prompt of a response has."""
+        body = await read_body(request, ResponsesRequest, max_bytes=self._config.max_body_bytes)
+        served = await self._models.ready(body.model)
+        conversation, _ = self._conversation(body)
+        return _json({"object": "response.input_tokens", "input_tokens": len(await conversation.encode(served))})
+
+    async def retrieve(self, request: Request, response_id: str) -> Response:
         """A response that is kept."""
-        return Response(msgspec.json.encode(self._find(response_id).reply), media_type="application/json")
+        stored = self._find(response_id)
+        if request.query_params.get("stream", "false") != "false":
+            raise InvalidRequest(
+                "stream is set; a response that is kept does not stream again, leave it out", param="stream"
+            )
+        return _json(stored.reply)
 
     async def delete(self, response_id: str) -> Response:
         """Forget it."""
-        self._find(response_id)
+        self._num_bytes -= self._find(response_id).num_bytes
         del self._stored[response_id]
-        shown = {"id": response_id, "object": "response", "deleted": True}
-        return Response(msgspec.json.encode(shown), media_type="application/json")
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    async def list_input(self, request: Request, response_id: str) -> Response:
+        """What it answers, the latest item first: `?order`, `limit` and `after` as OpenAI has them."""
+        query = request.query_params
+        items = self._find(response_id).input[:: 1 if query.get("order") == "asc" else -1]
+        limit = query.get("limit", "20")
+        if not limit.isdecimal() or not 1 <= int(limit) <= _MAX_LISTED:
+            raise InvalidRequest(f"limit is {limit!r}; it must be from 1 to {_MAX_LISTED}", param="limit")
+        ids = [item["id"] for item in items]
+        if (after := query.get("after")) is not None and after not in ids:
+            raise InvalidRequest(f"after is {after!r}, which is none of its items' ids", param="after")
+        begin = 0 if after is None else ids.index(after) + 1
+        data = items[begin : begin + int(limit)]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        return _json({"object": "list", "data": data, **ends, "has_more": begin + len(data) < len(items)})
+
+    async def cancel(self, response_id: str) -> Response:
+        """There is nothing to cancel: no response runs in the background."""
+        self._find(response_id)
+        raise InvalidRequest(f"{response_id} does not run in the background; leave its stream to end it")
+
+    def _conversation(self, body: ResponsesRequest) -> tuple[Conversation, list[dict[str, Any]]]:
+        """What `body` asks to go on with, and as items.
+
+        Raises:
+            InvalidRequest: an item or a tool that is not well-formed.
+            UnknownThing: it refers to what is not kept here.
+        """
+        body.check()
+        before = [] if body.previous_response_id is None else self._find(body.previous_response_id).items
+        new = with_ids(body.input)
+        new = [self._find_item(item) if item.get("type") == "item_reference" else item for item in new]
+        messages = [*messages_of(before), *messages_of(new)]
+        if body.instructions:
+            messages.insert(0, {"role": "system", "content": body.instructions})
+        return Conversation(messages=messages, tool_use=tool_use_of(body)), [*before, *new]
 
     def _find(self, response_id: str) -> _Stored:
         stored = self._stored.get(response_id)
@@ -97,35 +158,31 @@ class ResponsesEndpoints:
             )
         return stored
 
-    async def _events(self, reply: _Reply, messages: list[dict[str, Any]]) -> AsyncIterator[bytes]:
-        parts: list[Part] = []
-        async for events, more in reply.events():
-            parts += more
-            if events:
-                yield events
-        if reply.is_complete:
-            text, calls = gather(parts)
-            self._store(reply, messages, text, calls, reply.last)
+    def _find_item(self, reference: dict[str, Any]) -> dict[str, Any]:
+        tenant = current_caller().tenant
+        for stored in reversed(self._stored.values()):
+            if stored.tenant == tenant:
+                for item in stored.items:
+                    if item["id"] == reference["id"]:
+                        return item
+        raise UnknownThing(
+            f"no item {reference['id']!r} is kept here; those of the last {_MAX_STORED} responses are", param="input"
+        )
 
-    def _store(
-        self,
-        reply: _Reply,
-        messages: list[dict[str, Any]],
-        text: str,
-        calls: Sequence[ToolCall],
-        shown: dict[str, Any],
-    ) -> None:
+    async def _events(self, reply: _Reply, items: list[dict[str, Any]]) -> AsyncIterator[bytes]:
+        async for events in reply.events():
+            yield events
+        if reply.is_complete:
+            self._store(reply, items, reply.last)
+
+    def _store(self, reply: _Reply, items: list[dict[str, Any]], shown: dict[str, Any]) -> None:
         if not reply.is_stored:
             return
-        said: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls:
-            said["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls
-            ]
-        self._stored[reply.id] = _Stored(current_caller().tenant, [*messages, said], shown)
-        while len(self._stored) > _MAX_STORED:
-            self._stored.popitem(last=False)
+        num_bytes = len(msgspec.json.encode([items, shown]))
+        self._stored[reply.id] = _Stored(current_caller().tenant, items, shown, num_bytes)
+        self._num_bytes += num_bytes
+        while len(self._stored) > _MAX_STORED or self._num_bytes > _MAX_STORED_BYTES:
+            self._num_bytes -= self._stored.popitem(last=False)[1].num_bytes
 
 
 class _Reply:
@@ -168,19 +225,20 @@ class _Reply:
             },
         )
 
-    async def events(self) -> AsyncIterator[tuple[bytes, list[Part]]]:
-        """Events to send, with the parts that they tell of."""
+    async def events(self) -> AsyncIterator[bytes]:
+        """Ends with `is_complete`, unless it fails."""
         begun = self._object("in_progress", output=[])
-        yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun), []
+        yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
         try:
             async for parts in self._turn.parts():
-                yield b"".join(event for part in parts for event in self._events_of(part)), parts
+                if events := b"".join(event for part in parts for event in self._events_of(part)):
+                    yield events
         except SpoliaError as error:
             told = msgspec.json.decode(error_body(error))["error"]
             failed = self._object(
                 "failed", output=self._done, error={"code": "server_error", "message": told["message"]}
             )
-            yield self._event("response.failed", response=failed), []
+            yield self._event("response.failed", response=failed)
             return
         closing = b"".join(self._end_item())
         if not self._done:
@@ -188,7 +246,7 @@ class _Reply:
         self.last = self.ended(self._done)
         self.is_complete = True
         kind = "response.completed" if self.last["status"] == "completed" else "response.incomplete"
-        yield closing + self._event(kind, response=self.last), []
+        yield closing + self._event(kind, response=self.last)
 
     def _events_of(self, part: Part) -> list[bytes]:
         match part:
@@ -278,6 +336,10 @@ class _Reply:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(event))
+
+
+def _json(content: Any, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), headers=headers, media_type="application/json")
 
 
 def _message_item(text: str, status: str) -> dict[str, Any]:

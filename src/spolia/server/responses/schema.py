@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,9 @@ from spolia.errors import InvalidRequest
 from spolia.server.toolcalls import ToolUse
 from spolia.server.tools import check_tools
 
-__all__ = ["ResponsesRequest", "messages_of", "tool_use_of"]
+__all__ = ["ResponsesRequest", "messages_of", "tool_use_of", "with_ids"]
 
-_TEXTS = ("input_text", "output_text", "text")
+_TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
@@ -36,15 +37,31 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     text: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    top_logprobs: int | None = None
     cache_salt: str | None = None
+
+    def check(self) -> None:
+        """
+        Raises:
+            InvalidRequest: a field that is not supported and would change the answer.
+        """
+        instead = {
+            "background": "leave it out",
+            "conversation": "go on with previous_response_id",
+            "prompt": "send its text as input or instructions",
+            "top_logprobs": "/v1/chat/completions has them",
+        }
+        for name, remedy in instead.items():
+            if getattr(self, name):
+                raise InvalidRequest(f"`{name}` is not supported here; {remedy}", param=name)
 
     def sampling_params(self) -> SamplingParams:
         """
         Raises:
             InvalidRequest: a value that is not allowed, named as the client spelt it.
         """
-        if self.background:
-            raise InvalidRequest("`background` is not supported; leave it out", param="background")
         given: dict[str, Any] = {
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
@@ -88,23 +105,40 @@ def tool_use_of(body: ResponsesRequest) -> ToolUse | None:
         tools.append({"type": "function", "function": function})
     check_tools(tools)
     choice = body.tool_choice
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    match choice:  # as chat completions have it
+        case {"type": "function", **named}:
+            choice = {"type": "function", "function": named}
+        case {"type": "allowed_tools", "tools": [*allowed], **others}:
+            tools_named = [{"function": each} for each in allowed]
+            choice = {"type": "allowed_tools", "allowed_tools": {**others, "tools": tools_named}}
     return ToolUse.of(tools, choice, body.parallel_tool_calls)
 
 
-def messages_of(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_ids(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Input as items that can be listed and referred to: each has an id, and its text is in parts."""
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    shown = []
+    for given in items:
+        item: dict[str, Any] = {"type": "message", "id": f"msg_{uuid.uuid4().hex}"}
+        item |= {name: value for name, value in given.items() if value is not None}
+        if isinstance(text := item.get("content"), str):
+            kind = "output_text" if item.get("role") == "assistant" else "input_text"
+            item["content"] = [{"type": kind, "text": text}]
+        shown.append(item)
+    return shown
+
+
+def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Input items as chat messages; calls that follow each other are one message's.
 
     Raises:
         InvalidRequest: an item that is not well-formed, or of a kind that text models cannot take.
     """
-    if isinstance(items, str):
-        return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(items):
         path = f"input[{index}]"
-        kind = item.get("type", "message")
+        kind = item["type"]
         if kind == "message":
             messages.append(_message(item, path))
         elif kind == "function_call":
@@ -138,7 +172,7 @@ def _joined(parts: object, path: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in _TEXTS:
             raise InvalidRequest(f"{path}[{index}].type is {kind!r}; this model takes text parts only", param=path)
-        texts.append(_text(part, "text", f"{path}[{index}]"))
+        texts.append(_text(part, "refusal" if kind == "refusal" else "text", f"{path}[{index}]"))
     return "\n".join(texts)
 
 

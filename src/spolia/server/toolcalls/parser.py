@@ -27,15 +27,23 @@ class ToolCallParser:
 
     Args:
         tool_names: those that were offered.
+        denied: of those, what may not be called for now: such a call is text.
         begun_with: text that the prompt ended with and that belongs to the reply.
         one_call: the client wants one call at most; what comes after the first is dropped.
     """
 
     def __init__(
-        self, format_: Format, tool_names: Collection[str], *, one_call: bool = False, begun_with: str = ""
+        self,
+        format_: Format,
+        tool_names: Collection[str],
+        *,
+        denied: Collection[str] = (),
+        one_call: bool = False,
+        begun_with: str = "",
     ) -> None:
         self._format = format_
         self._tool_names = tool_names
+        self._denied = denied
         self._one_call = one_call
         self._text = begun_with  # not yet understood
         self._held = ""  # a bare call so far, with what is around it: text, if it turns out to be none
@@ -168,7 +176,7 @@ class ToolCallParser:
         if not self._is_announced:
             self._held += read
             is_known = scanner.name is not None and (self._in_marks or scanner.name in self._tool_names)
-            if is_known:
+            if is_known and scanner.name not in self._denied:
                 self._announce(scanner.name or "")
             elif scanner.name is not None or scanner.is_done or scanner.is_broken:
                 self._give_up()

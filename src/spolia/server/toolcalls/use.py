@@ -21,13 +21,13 @@ class ToolUse:
     Attributes:
         tools: as OpenAI describes them, checked.
         must_call: the reply must be a call: it is begun for the model, and held to the tools' schemas.
-        name: of the tool to call, with `must_call`; None leaves the choice to the model.
+        names: of those that may be called. The prompt has all, so that it stays as it was when these change.
         parallel: whether more than one call is welcome.
     """
 
     tools: Sequence[dict[str, Any]]
+    names: Sequence[str]
     must_call: bool = False
-    name: str | None = None
     parallel: bool = True
 
     @classmethod
@@ -40,22 +40,31 @@ class ToolUse:
             InvalidRequest: a choice that is none, or that needs tools which are not there.
         """
         names = [tool["function"]["name"] for tool in tools or ()]
-        named = choice.get("function") if isinstance(choice, dict) else None
-        name = named.get("name") if isinstance(named, dict) else None
-        if choice not in (None, "none", "auto", "required") and not isinstance(name, str):
+        only: list[object] | None = None
+        match choice:
+            case None | "none" | "auto" | "required":
+                must_call = choice == "required"
+            case {"function": {"name": str(name)}}:
+                must_call, only = True, [name]
+            case {"allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*allowed]}} if allowed:
+                must_call = mode == "required"
+                only = [_name_of(each) for each in allowed]
+            case _:
+                raise InvalidRequest(
+                    f'tool_choice is {choice!r}; it must be "none", "auto", "required", a function by name, or '
+                    "allowed_tools",
+                    param="tool_choice",
+                )
+        unknown = [name for name in only or () if name not in names]
+        if unknown or (must_call and not names):
             raise InvalidRequest(
-                f'tool_choice is {choice!r}; it must be "none", "auto", "required", or a function by name',
+                f"tool_choice wants {unknown[0] if unknown else 'a call'}; tools has {', '.join(names) or 'none'}",
                 param="tool_choice",
-            )
-        if (name is not None and name not in names) or (choice == "required" and not names):
-            raise InvalidRequest(
-                f"tool_choice wants {name or 'a call'}; tools has {', '.join(names) or 'none'}", param="tool_choice"
             )
         if not tools or choice == "none":
             return None
-        return cls(
-            tools=tools, must_call=choice == "required" or name is not None, name=name, parallel=parallel is not False
-        )
+        allowed_names = names if only is None else [name for name in names if name in only]
+        return cls(tools=tools, must_call=must_call, names=allowed_names, parallel=parallel is not False)
 
     def format(self, model: Model) -> Format:
         return FORMATS["hermes"] if model.chat_template is None else format_of(model.chat_template.tool_source)
@@ -65,10 +74,11 @@ class ToolUse:
         return self.format(model).beginning if self.must_call else ""
 
     def parser(self, model: Model) -> ToolCallParser:
-        names = {tool["function"]["name"] for tool in self.tools}
+        offered = {tool["function"]["name"] for tool in self.tools}
         return ToolCallParser(
             self.format(model),
-            names,
+            offered,
+            denied=offered.difference(self.names),
             one_call=not self.parallel or self.must_call,
             begun_with=self.beginning(model),
         )
@@ -85,7 +95,7 @@ class ToolUse:
                 "a call must be made and the answer have a form of its own: it cannot be both; send tool_choice auto",
                 param="tool_choice",
             )
-        tools = [tool for tool in self.tools if self.name in (None, tool["function"]["name"])]
+        tools = [tool for tool in self.tools if tool["function"]["name"] in self.names]
         return replace(params, structured_outputs=StructuredOutput.of({"json": format_.call_schema(tools)}))
 
     async def prepare(self, params: SamplingParams, engine: AsyncEngine) -> SamplingParams:
@@ -100,3 +110,11 @@ class ToolUse:
         except InvalidRequest as error:
             raise InvalidRequest(str(error).replace("structured_outputs", "tools", 1), param="tools") from None
         return params
+
+
+def _name_of(tool: object) -> object:
+    match tool:
+        case {"function": {"name": name}}:
+            return name
+        case _:
+            return None
