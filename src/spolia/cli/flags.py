@@ -201,7 +201,9 @@ KvFetchFlag = Annotated[
         "timeout (a second at most) or best_effort (not at all).",
     ),
 ]
-ThreadsFlag = Annotated[int | None, typer.Option("--threads", help="Compute threads. Default: one per physical core.")]
+ThreadsFlag = Annotated[
+    int | None, typer.Option("--threads", help="Compute threads. Default: one per physical core, or fewer if quicker.")
+]
 MaxContextFlag = Annotated[
     int | None,
     typer.Option(

@@ -23,6 +23,7 @@ from spolia.engine.kv_gate import GATE_TEXT, check_kv_dtype
 from spolia.engine.memory import available_bytes, default_num_threads, split_blocks
 from spolia.engine.resizing import PoolSizes, fitting_tokens
 from spolia.engine.storage import build_cache, open_tiers
+from spolia.engine.tuning import machine_key, quickest_num_threads
 from spolia.errors import InvalidRequest
 from spolia.generation import Depth, import_processor
 from spolia.kernels import BLOCK_SIZE, Executable, KvCodec, allocate_pool, get_backend
@@ -126,6 +127,11 @@ def build_engine(
         fetch_timeout_s=config.kv_fetch_timeout_s,
     )
     cache.resize(num_blocks[:num_own])
+    if config.num_threads is None and config.backend == "cpu":
+        key = machine_key(model.digest, executable.numerics, num_threads)
+        num_threads = quickest_num_threads(executable, cache, num_threads, clock, key=key)
+        for each in executables[1:]:
+            each.set_num_threads(num_threads)
     num_fitting = fitting_tokens(cache, max_context, config.max_batch_tokens)
     draft_model = None
     if drafting is not None:

@@ -27,7 +27,8 @@ class EngineConfig:
         kv_memory: bytes for all KV pools; None: a quarter of the memory that is available, and no more than
             `max_sequences` sequences of `max_context` tokens could fill.
         kv_policy: what goes first when the cache is full: a key of `kvcache.POLICIES`, or `package.module:Class`.
-        num_threads: None: one per physical core that this process may use.
+        num_threads: None: one per physical core that this process may use, or fewer if that was quicker when the model
+            first ran here.
         max_context: most tokens of a prompt and its answer; None: the model's own limit, or less if fewer fit in the
             pools.
         max_batch_tokens: token budget of a step. Long prompts are computed in pieces of at most this.
