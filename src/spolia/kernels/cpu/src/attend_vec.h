@@ -6,11 +6,15 @@
 #include <cstdint>
 #include <cstring>
 
+#include "half_vec.h"
+
 #if defined(SPOLIA_LEVEL_avx512) || defined(SPOLIA_LEVEL_avx2)
 // GCC 12 takes the undefined operand of its own AVX-512 intrinsics for a mistake of ours.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#elif defined(SPOLIA_LEVEL_neon)
+#include <arm_neon.h>
 #endif
 
 namespace spolia::SPOLIA_LEVEL {
@@ -73,12 +77,11 @@ inline Vec load_bf16_odd(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), high));
 }
 
-#else  // generic: 128-bit vectors of the compiler, which SSE2 and NEON both have; no fused multiply-add is assumed
+#else  // neon and generic: 128-bit vectors of the compiler, which SSE2 and NEON both have
 
 typedef float Vec __attribute__((vector_size(16)));
 typedef int32_t IntVec __attribute__((vector_size(16)));
 typedef uint32_t WordVec __attribute__((vector_size(16)));
-constexpr int kLanes = 4, kTileRows = 4, kTileVecs = 2, kWideRows = 2, kWideVecs = 4;
 
 inline Vec splat(float x) { return Vec{x, x, x, x}; }
 inline Vec load(const float* p) {
@@ -87,6 +90,14 @@ inline Vec load(const float* p) {
   return v;
 }
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+#if defined(SPOLIA_LEVEL_neon)
+constexpr int kLanes = 4, kTileRows = 4, kTileVecs = 4, kWideRows = 2, kWideVecs = 8;
+inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+inline Vec max(Vec a, Vec b) { return vmaxq_f32(a, b); }
+inline Vec round(Vec v) { return vrndnq_f32(v); }
+inline Vec load_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+#else  // no fused multiply-add is assumed
+constexpr int kLanes = 4, kTileRows = 4, kTileVecs = 2, kWideRows = 2, kWideVecs = 4;
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec round(Vec v) {  // exact where |v| < 2^22, and larger values are integers or out of exp2's range
@@ -94,6 +105,8 @@ inline Vec round(Vec v) {  // exact where |v| < 2^22, and larger values are inte
   const Vec near = (v + magic) - magic;
   return (v < limit) & (v > -limit) ? near : v;
 }
+inline Vec load_f16(const uint16_t* p) { return half_to_float(Words4{p[0], p[1], p[2], p[3]}); }
+#endif
 inline Vec times_power_of_2(Vec v, Vec n) {  // n >= -126, else 0
   const IntVec exponent = __builtin_convertvector(max(n, splat(-127.0f)), IntVec) + 127;
   return v * (Vec)(exponent << 23);
@@ -109,14 +122,6 @@ inline WordVec load_words(const uint16_t* p) {
 }
 inline Vec load_bf16_even(const uint16_t* p) { return (Vec)(load_words(p) << 16); }
 inline Vec load_bf16_odd(const uint16_t* p) { return (Vec)(load_words(p) & 0xffff0000u); }
-inline Vec load_f16(const uint16_t* p) {
-  const WordVec h = {p[0], p[1], p[2], p[3]};
-  const WordVec magnitude = (h & 0x7fffu) << 13;
-  // Multiplying by 2^112 rebases the exponent and normalises subnormals; an all-ones exponent must stay all ones.
-  const Vec rebased = (Vec)magnitude * splat(0x1p112f);
-  const WordVec special = (WordVec)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
-  return (Vec)((WordVec)rebased | special | ((h & 0x8000u) << 16));
-}
 
 #endif
 

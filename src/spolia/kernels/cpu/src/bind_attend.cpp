@@ -12,9 +12,9 @@
 #include <numeric>
 #include <random>
 #include <stdexcept>
-#include <thread>
 
 #include "isa.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 using namespace spolia;
@@ -37,7 +37,7 @@ Scratch make_scratch(size_t bytes) {
 }
 
 // One step of attention for each layer offset in turn, all with the same q, k, v and out; returns the number of items of a layer.
-// Items run in an order shuffled by `seed`; 0 keeps the plan's order.
+// Items run in an order shuffled by `seed`; 0 keeps the plan's order. In the float mode of the executable's threads.
 int64_t attend(const std::string& level, const AttendShape& shape, Array<uint8_t, 2> pool,
                const std::vector<size_t>& layer_offsets, Array<const int32_t, 2> block_table,
                Array<const int32_t, 1> row_starts, Array<const int32_t, 1> positions, Array<const float, 2> q,
@@ -67,7 +67,7 @@ int64_t attend(const std::string& level, const AttendShape& shape, Array<uint8_t
   std::vector<int64_t> order;
   std::vector<std::atomic<int64_t>> next(layer_offsets.size());
   std::barrier<> barrier(num_threads);
-  const auto work = [&](int thread) {
+  auto work = [&](int thread) {
     const Scratch scratch = make_scratch(kernels.thread_scratch_bytes(shape));
     const int64_t begin = num_rows * thread / num_threads, end = num_rows * (thread + 1) / num_threads;
     AttendStep mine = step;
@@ -88,10 +88,7 @@ int64_t attend(const std::string& level, const AttendShape& shape, Array<uint8_t
       barrier.arrive_and_wait();
     }
   };
-  std::vector<std::jthread> threads;
-  for (int t = 1; t < num_threads; ++t) threads.emplace_back(work, t);
-  work(0);
-  threads.clear();
+  Threads(num_threads).run_on_all(work);
   return static_cast<int64_t>(order.size());
 }
 

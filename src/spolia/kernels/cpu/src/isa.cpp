@@ -10,6 +10,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(SPOLIA_ARM) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(SPOLIA_ARM) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 namespace spolia {
 
@@ -25,6 +30,8 @@ SPOLIA_DECLARE_LEVEL(generic)
 SPOLIA_DECLARE_LEVEL(avx2)
 SPOLIA_DECLARE_LEVEL(avx512)
 SPOLIA_DECLARE_LEVEL(avx512_bf16)
+#elif defined(SPOLIA_ARM)
+SPOLIA_DECLARE_LEVEL(neon)
 #endif
 #ifdef SPOLIA_AMX
 namespace avx512_amx {
@@ -51,6 +58,21 @@ static bool has_tiles() {
 
 #define SPOLIA_LEVEL_TABLE(level) Kernels{#level, level::linear_kernels(), level::attend_kernels(), level::rowwise_kernels()}
 
+#ifdef SPOLIA_ARM
+static bool has_dot_products() {  // int8, Armv8.2
+#if defined(__linux__)
+  constexpr unsigned long kAsimdDp = 1 << 20;
+  return getauxval(AT_HWCAP) & kAsimdDp;
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has;
+#else
+  return false;
+#endif
+}
+#endif
+
 static std::vector<Kernels> find_levels() {
   std::vector<Kernels> found;
 #ifdef SPOLIA_X86
@@ -70,6 +92,8 @@ static std::vector<Kernels> find_levels() {
   if (bf16) found.push_back(SPOLIA_LEVEL_TABLE(avx512_bf16));
   if (avx512 && !slow_bf16) found.push_back(SPOLIA_LEVEL_TABLE(avx512));
   if (avx2) found.push_back(SPOLIA_LEVEL_TABLE(avx2));
+#elif defined(SPOLIA_ARM)
+  if (has_dot_products()) found.push_back(SPOLIA_LEVEL_TABLE(neon));
 #endif
   found.push_back(SPOLIA_LEVEL_TABLE(generic));
   return found;

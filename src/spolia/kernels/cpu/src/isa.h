@@ -17,7 +17,7 @@
 namespace spolia {
 
 struct Kernels {
-  const char* name;  // "generic", "avx2", "avx512", "avx512_bf16", "avx512_amx"
+  const char* name;  // "generic", "avx2", "avx512", "avx512_bf16", "avx512_amx", "neon"
   LinearKernels linear;
   AttendKernels attend;
   RowwiseKernels rowwise;

@@ -373,7 +373,7 @@ SPOLIA_INLINE float half_at(const uint8_t* p) {
   uint16_t h;
   std::memcpy(&h, p, 2);
   return _cvtsh_ss(h);
-#elif defined(SPOLIA_LEVEL_generic)
+#else
   uint16_t h;
   std::memcpy(&h, p, 2);
   return half_to_float(Words4{h, 0, 0, 0})[0];

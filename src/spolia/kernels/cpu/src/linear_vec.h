@@ -12,10 +12,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "half_vec.h"
 #include "linear.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(SPOLIA_LEVEL_neon)
+#include <arm_neon.h>
 #endif
 
 #define SPOLIA_INLINE static inline __attribute__((always_inline))
@@ -257,10 +260,8 @@ SPOLIA_INLINE float quantise_32(const float* x, int8_t* q, int32_t (&sums)[2]) {
   return largest;
 }
 
-#else  // generic: 128-bit vectors of the compiler's, which any CPU has; SSE2's own where they have no portable name
+#else  // neon and generic: 128-bit vectors of the compiler's, which any CPU has; the CPU's own where they have no portable name
 
-typedef float Floats4 __attribute__((vector_size(16)));
-typedef uint32_t Words4 __attribute__((vector_size(16)));
 typedef uint16_t Halves4 __attribute__((vector_size(8)));
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
 typedef uint8_t Bytes4 __attribute__((vector_size(4)));
@@ -268,9 +269,16 @@ typedef int8_t SignedBytes4 __attribute__((vector_size(4)));
 typedef uint64_t Longs2 __attribute__((vector_size(16)));
 struct F { Floats4 v[4]; };
 struct W { Bytes16 v[4]; };
+#if defined(SPOLIA_LEVEL_neon)
+constexpr int kTiles = 1, kMaxRows = 4, kMaxFloatRows = 3;
+constexpr int64_t kManyRows = 16;
+constexpr bool unpacking_pays(int bits) { return bits != 8; }
+constexpr bool kSignedBytes = true;  // sdot takes signed weights
+#else
 constexpr int kTiles = 1, kMaxRows = 4, kMaxFloatRows = 2;
 constexpr int64_t kManyRows = 1;  // always
 constexpr bool kSignedBytes = false;
+#endif
 
 template <class V>
 SPOLIA_INLINE V load_vector(const void* p) { V v; std::memcpy(&v, p, 16); return v; }
@@ -283,16 +291,13 @@ SPOLIA_INLINE F load(const float* p) { return four_of([&](int i) SPOLIA_LAMBDA {
 SPOLIA_INLINE void store(float* p, F x) { std::memcpy(p, &x, 64); }
 SPOLIA_INLINE F mul(F a, F b) { return four_of([&](int i) SPOLIA_LAMBDA { return a.v[i] * b.v[i]; }); }
 SPOLIA_INLINE F add(F a, F b) { return four_of([&](int i) SPOLIA_LAMBDA { return a.v[i] + b.v[i]; }); }
-SPOLIA_INLINE F fma(F a, F b, F c) { return four_of([&](int i) SPOLIA_LAMBDA { return a.v[i] * b.v[i] + c.v[i]; }); }
+#if defined(SPOLIA_LEVEL_neon)
+SPOLIA_INLINE Floats4 fma(Floats4 a, Floats4 b, Floats4 c) { return vfmaq_f32(c, a, b); }
+#else
+SPOLIA_INLINE Floats4 fma(Floats4 a, Floats4 b, Floats4 c) { return a * b + c; }
+#endif
+SPOLIA_INLINE F fma(F a, F b, F c) { return four_of([&](int i) SPOLIA_LAMBDA { return fma(a.v[i], b.v[i], c.v[i]); }); }
 
-// No float32 subnormal on the way: threads may flush those to zero, and the scales of many files are subnormal float16.
-SPOLIA_INLINE Floats4 half_to_float(Words4 h) {
-  const Words4 magnitude = h & 0x7fff, shifted = magnitude << 13;
-  const Words4 normal = shifted + (112u << 23);                                    // the exponent re-biased
-  const Words4 subnormal = (Words4)((Floats4)(shifted + (113u << 23)) - 0x1p-14f);  // 2^-14 + x, less 2^-14
-  const Words4 is_subnormal = (Words4)(magnitude < 0x400), is_special = (Words4)(magnitude >= 0x7c00);
-  return (Floats4)((h & 0x8000) << 16 | (subnormal & is_subnormal) | ((normal + (is_special & (112u << 23))) & ~is_subnormal));
-}
 template <class Narrow, class Wide>
 SPOLIA_INLINE Wide widened(const uint8_t* p) {
   Narrow v;
@@ -300,7 +305,11 @@ SPOLIA_INLINE Wide widened(const uint8_t* p) {
   return __builtin_convertvector(v, Wide);
 }
 SPOLIA_INLINE F load_half(const uint8_t* p) {
+#if defined(SPOLIA_LEVEL_neon)
+  return four_of([&](int i) SPOLIA_LAMBDA { return (Floats4)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i))); });
+#else
   return four_of([&](int i) SPOLIA_LAMBDA { return half_to_float(widened<Halves4, Words4>(p + 8 * i)); });
+#endif
 }
 SPOLIA_INLINE F load_u8(const uint8_t* p) { return four_of([&](int i) SPOLIA_LAMBDA { return widened<Bytes4, Floats4>(p + 4 * i); }); }
 SPOLIA_INLINE F load_i8(const uint8_t* p) { return four_of([&](int i) SPOLIA_LAMBDA { return widened<SignedBytes4, Floats4>(p + 4 * i); }); }
@@ -312,6 +321,13 @@ SPOLIA_INLINE void store_bytes(uint8_t* p, W w) { std::memcpy(p, &w, 64); }
 SPOLIA_INLINE Bytes16 shifted_right(Bytes16 v, int bits, uint8_t mask) { return (Bytes16)((Longs2)v >> bits) & mask; }
 SPOLIA_INLINE W low_nibbles(W w) { return bytes_of([&](int i) SPOLIA_LAMBDA { return w.v[i] & 15; }); }
 SPOLIA_INLINE W high_nibbles(W w) { return bytes_of([&](int i) SPOLIA_LAMBDA { return shifted_right(w.v[i], 4, 15); }); }
+#if defined(SPOLIA_LEVEL_neon)
+SPOLIA_INLINE W add_fifth_bit(W w, const uint8_t* mask) {  // 64 bits -> 64 bytes of 0 or 16
+  const Bytes16 bits = vcombine_u8(vld1_u8(mask), vld1_u8(mask)), select = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
+  const Bytes16 spread = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
+  return bytes_of([&](int i) SPOLIA_LAMBDA { return w.v[i] | (vtstq_u8(vqtbl1q_u8(bits, spread + uint8_t(2 * i)), select) & 16); });
+}
+#else
 SPOLIA_INLINE uint64_t fifth_bits(uint8_t mask) {  // 8 bits -> 8 bytes of 0 or 16
   const uint64_t eight = (mask * uint64_t(0x0101010101010101)) & uint64_t(0x8040201008040201);
   return ((eight + 0x7f7f7f7f7f7f7f7f) & 0x8080808080808080) >> 3;  // a byte that is not 0 carries into its top bit
@@ -319,6 +335,7 @@ SPOLIA_INLINE uint64_t fifth_bits(uint8_t mask) {  // 8 bits -> 8 bytes of 0 or 
 SPOLIA_INLINE W add_fifth_bit(W w, const uint8_t* mask) {
   return bytes_of([&](int i) SPOLIA_LAMBDA { return w.v[i] | (Bytes16)Longs2{fifth_bits(mask[2 * i]), fifth_bits(mask[2 * i + 1])}; });
 }
+#endif
 template <int field>
 SPOLIA_INLINE W add_two_bits(W w, W plane) {
   return bytes_of([&](int i) SPOLIA_LAMBDA {
@@ -326,7 +343,26 @@ SPOLIA_INLINE W add_two_bits(W w, W plane) {
     return w.v[i] | ((Bytes16)(field < 2 ? p << (4 - 2 * field) : p >> (2 * field - 4)) & 0x30);
   });
 }
-#if defined(__SSE2__)
+#if defined(SPOLIA_LEVEL_neon)
+struct Acc { int32x4_t sums[4]; };
+SPOLIA_INLINE Acc start(int32_t x) {
+  const int32x4_t s = vdupq_n_s32(x);
+  return {{s, s, s, s}};
+}
+template <int bits, int count, int R, class Rows, class Weights>
+SPOLIA_INLINE void dots(Acc (&accs)[1][R], Rows q, Weights weights) {
+  Acc (&acc)[R] = accs[0];
+  int8x16_t x[R][count / 4];
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < count / 4; ++i) x[r][i] = vld1q_s8(q(r) + 16 * i);
+  unrolled<0, count>([&]<int g>() SPOLIA_LAMBDA {
+    const W w = weights.template operator()<g>(0);
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < 4; ++i) acc[r].sums[i] = vdotq_laneq_s32(acc[r].sums[i], vreinterpretq_s8_u8(w.v[i]), x[r][g / 4], g % 4);
+  });
+}
+SPOLIA_INLINE F to_float(const Acc& acc) { return four_of([&](int i) SPOLIA_LAMBDA { return (Floats4)vcvtq_f32_s32(acc.sums[i]); }); }
+#elif defined(__SSE2__)
 struct Acc { __m128i pairs[8]; };  // of column c: k 0 and 1 in lane 2c, k 2 and 3 in lane 2c + 1
 SPOLIA_INLINE Acc start(int32_t x) {
   const __m128i p = _mm_setr_epi32(x, 0, x, 0);
@@ -393,12 +429,27 @@ SPOLIA_INLINE F dot_bf16(F acc, const uint8_t* p, const uint8_t* a) {
   const Floats4 x_even = (Floats4)(x << 16), x_odd = (Floats4)(x & 0xffff0000);
   return four_of([&](int i) SPOLIA_LAMBDA {
     const Words4 w = load_vector<Words4>(p + 16 * i);
-    return acc.v[i] + (Floats4)(w << 16) * x_even + (Floats4)(w & 0xffff0000) * x_odd;
+    return fma((Floats4)(w & 0xffff0000), x_odd, fma((Floats4)(w << 16), x_even, acc.v[i]));
   });
 }
 
 // 32 values to the nearest of 255 steps, ties to even; returns the largest magnitude, NaN if a value is not finite.
 SPOLIA_INLINE float quantise_32(const float* x, int8_t* q, int32_t (&sums)[2]) {
+#if defined(SPOLIA_LEVEL_neon)
+  float32x4_t largest_of = vdupq_n_f32(0);
+  for (int i = 0; i < 8; ++i) largest_of = vmaxq_f32(largest_of, vabsq_f32(vld1q_f32(x + 4 * i)));  // NaN stays NaN
+  const float largest = vmaxvq_f32(largest_of);
+  if (!(largest <= 3.4028235e38f)) return std::nanf("");
+  const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+  for (int h = 0; h < 2; ++h) {
+    int32x4_t n[4];
+    for (int i = 0; i < 4; ++i) n[i] = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + 16 * h + 4 * i), inverse));
+    sums[h] = vaddvq_s32(vaddq_s32(vaddq_s32(n[0], n[1]), vaddq_s32(n[2], n[3])));
+    const int16x8_t low = vcombine_s16(vmovn_s32(n[0]), vmovn_s32(n[1])), high = vcombine_s16(vmovn_s32(n[2]), vmovn_s32(n[3]));
+    vst1q_s8(q + 16 * h, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+  }
+  return largest;
+#else
   float largest = 0, poison = 0;
   for (int i = 0; i < 32; ++i) {
     const float magnitude = std::fabs(x[i]);
@@ -418,6 +469,7 @@ SPOLIA_INLINE float quantise_32(const float* x, int8_t* q, int32_t (&sums)[2]) {
     }
   }
   return largest + poison;
+#endif
 }
 
 #endif
