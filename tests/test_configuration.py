@@ -126,7 +126,7 @@ def test_a_command_takes_what_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(ran["models"]) == ["one", "two"]
     engine = ran["engine"].config()
     assert (engine.kv_memory, engine.processors, engine.check) == (1 << 20, ("a=b:C",), True)
-    assert ran["server"]["port"] == 0
+    assert ran["server"].config().port == 0
 
 
 def test_passwords_are_not_shown(monkeypatch: pytest.MonkeyPatch):

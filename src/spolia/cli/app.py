@@ -10,45 +10,8 @@ from typing import Annotated
 import typer
 
 from spolia.cli.configuration import ConfiguredCommand
-from spolia.cli.flags import (
-    CheckFlag,
-    ConfigFlag,
-    DraftModelFlag,
-    EngineFlags,
-    FrequencyPenaltyFlag,
-    GrammarFlag,
-    JsonSchemaFlag,
-    KvDiskFlag,
-    KvDiskSizeFlag,
-    KvDtypeFlag,
-    KvEncryptFlag,
-    KvFetchFlag,
-    KvHostFlag,
-    KvMemoryFlag,
-    KvOffloadDtypeFlag,
-    KvPolicyFlag,
-    KvRemoteFlag,
-    KvTtlFlag,
-    KvWriteFlag,
-    MaxContextFlag,
-    MaxTokensFlag,
-    MinPFlag,
-    ParamFlag,
-    PresencePenaltyFlag,
-    ProcessorFlag,
-    RegexFlag,
-    RepeatPenaltyFlag,
-    SamplingFlags,
-    SeedFlag,
-    SpeculationFlag,
-    StopFlag,
-    StreamIntervalFlag,
-    TemperatureFlag,
-    ThreadsFlag,
-    TopKFlag,
-    TopPFlag,
-    parse_size,
-)
+from spolia.cli.expansion import Only, expanded
+from spolia.cli.flags import ConfigFlag, EngineFlags, SamplingFlags, ServerFlags
 from spolia.cli.folder_app import add_folder_commands
 from spolia.cli.operator_app import add_operator_commands
 from spolia.errors import InvalidRequest, SpoliaError
@@ -97,6 +60,38 @@ ModelArgument = Annotated[
     ),
 ]
 
+# What a process that answers one person takes of the engine's flags, and what a conversation takes of the sampling's.
+LocalEngineFlags = Annotated[
+    EngineFlags,
+    Only(
+        "kv_dtype",
+        "kv_memory",
+        "kv_disk",
+        "kv_disk_size",
+        "num_threads",
+        "max_context",
+        "speculation",
+        "draft_model",
+        "check",
+    ),
+]
+TalkFlags = Annotated[
+    SamplingFlags,
+    Only(
+        "max_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "stop",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "more",
+    ),
+]
+
 
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 asked for something impossible."""
@@ -136,7 +131,9 @@ def root(
 
 
 @app.command(cls=ConfiguredCommand)
+@expanded
 def serve(
+    *,
     models: Annotated[
         list[str] | None,
         typer.Argument(
@@ -146,93 +143,19 @@ def serve(
             autocompletion=_model_names,
         ),
     ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1, this machine only.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="Default: 8000; 0 takes a free one.")] = None,
     name: Annotated[
         str | None, typer.Option(help="What clients call the model. Default: MODEL, or its file's name.")
-    ] = None,
-    memory: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SIZE",
-            parser=parse_size,
-            help="Memory for all models, weights and KV, like 8GiB. Default: what is available.",
-        ),
-    ] = None,
-    keep_alive: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DURATION",
-            help="Unload a model after so long without a request, like 5m. Default: when another needs its memory.",
-        ),
     ] = None,
     pin: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Never unload this model; may be repeated.")
     ] = None,
-    max_waiting: Annotated[
-        int | None, typer.Option(help="Requests that may queue; the next is answered 429. Default: 1024.")
-    ] = None,
-    warm: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Compute these prompts first: a JSON body of /v1/cache/warm a line."),
-    ] = None,
-    keys: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML file of API keys. Default: nobody is asked for one.")
-    ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate chain in PEM: HTTPS.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The certificate's private key.")] = None,
-    max_body: Annotated[
-        int | None, typer.Option(metavar="SIZE", parser=parse_size, help="Largest request body. Default: 32MiB.")
-    ] = None,
-    request_timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Longest that an answer may take. Default: 3600.")
-    ] = None,
-    traces: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Send OpenTelemetry traces there (OTLP), like http://HOST:4318/v1/traces."),
-    ] = None,
-    kv_events: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ENDPOINT", help="Publish what the cache stores and gives up over ZMQ, like tcp://*:5557."
-        ),
-    ] = None,
-    kv_events_replay: Annotated[
-        str | None, typer.Option(metavar="ENDPOINT", help="Where those events can be asked for again, over ZMQ.")
-    ] = None,
-    mcp: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help='MCP servers whose tools chat requests with "mcp" may use. Default: none.'),
-    ] = None,
-    slot_save_path: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where llama.cpp's clients may save slots. Default: nowhere.")
-    ] = None,
+    server: ServerFlags,
     log_format: Annotated[str | None, typer.Option(metavar="FORM", help="Log as text (default) or json.")] = None,
-    kv_dtype: KvDtypeFlag = None,
-    kv_memory: KvMemoryFlag = None,
-    kv_disk: KvDiskFlag = None,
-    kv_disk_size: KvDiskSizeFlag = None,
-    kv_remote: KvRemoteFlag = None,
-    kv_ttl: KvTtlFlag = None,
-    kv_encrypt: KvEncryptFlag = None,
-    kv_host: KvHostFlag = None,
-    kv_offload_dtype: KvOffloadDtypeFlag = None,
-    kv_write: KvWriteFlag = None,
-    kv_fetch: KvFetchFlag = None,
-    kv_policy: KvPolicyFlag = None,
-    threads: ThreadsFlag = None,
-    max_context: MaxContextFlag = None,
-    stream_interval: StreamIntervalFlag = None,
     record: Annotated[
         Path | None,
         typer.Option(help="Append each request to this trace, for `spolia sim`. It holds no text, nor token ids."),
     ] = None,
-    speculation: SpeculationFlag = None,
-    draft_model: DraftModelFlag = None,
-    processor: ProcessorFlag = None,
-    check: CheckFlag = None,
+    engine: EngineFlags,
     config: ConfigFlag = None,
 ) -> None:
     """Serve models over HTTP, and a page at /: a chat, and the cache.
@@ -243,122 +166,31 @@ def serve(
     """
     from spolia.cli.serve import run
 
-    engine = EngineFlags(
-        kv_dtype=kv_dtype,
-        kv_memory=kv_memory,
-        kv_disk=kv_disk,
-        kv_disk_size=kv_disk_size,
-        kv_remote=kv_remote,
-        kv_ttl_s=kv_ttl,
-        kv_encrypt=kv_encrypt,
-        kv_host=kv_host,
-        kv_offload_dtype=kv_offload_dtype,
-        kv_write=kv_write,
-        kv_fetch=kv_fetch,
-        kv_policy=kv_policy,
-        num_threads=threads,
-        max_context=max_context,
-        stream_interval_ms=stream_interval,
-        speculation=speculation,
-        draft_model=draft_model,
-        processors=processor,
-        check=check,
-    )
-    server = {
-        "host": host,
-        "port": port,
-        "max_waiting": max_waiting,
-        "keys": keys,
-        "tls_cert": tls_cert,
-        "tls_key": tls_key,
-        "max_body_bytes": max_body,
-        "request_timeout_s": request_timeout,
-        "traces": traces,
-        "kv_events": kv_events,
-        "kv_events_replay": kv_events_replay,
-        "memory_bytes": memory,
-        "slot_save_path": slot_save_path,
-        "mcp": mcp,
-        "warm": warm,
-    }
-    run(
-        models or [],
-        name=name,
-        engine=engine,
-        server=server,
-        log_format=log_format,
-        record=record,
-        pinned=pin or [],
-        keep_alive=keep_alive,
-    )
+    run(models or [], name=name, engine=engine, server=server, log_format=log_format, record=record, pinned=pin or [])
 
 
 @app.command(cls=ConfiguredCommand)
+@expanded
 def generate(
+    *,
     model: ModelArgument,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help='The prompt; "-" reads it from standard input.')],
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
-    max_tokens: MaxTokensFlag = None,
-    temperature: TemperatureFlag = None,
-    top_k: TopKFlag = None,
-    top_p: TopPFlag = None,
-    min_p: MinPFlag = None,
-    seed: SeedFlag = None,
-    stop: StopFlag = None,
-    repeat_penalty: RepeatPenaltyFlag = None,
-    presence_penalty: PresencePenaltyFlag = None,
-    frequency_penalty: FrequencyPenaltyFlag = None,
-    json_schema: JsonSchemaFlag = None,
-    regex: RegexFlag = None,
-    grammar: GrammarFlag = None,
-    param: ParamFlag = None,
-    kv_dtype: KvDtypeFlag = None,
-    kv_memory: KvMemoryFlag = None,
-    kv_disk: KvDiskFlag = None,
-    kv_disk_size: KvDiskSizeFlag = None,
-    threads: ThreadsFlag = None,
-    max_context: MaxContextFlag = None,
-    speculation: SpeculationFlag = None,
-    draft_model: DraftModelFlag = None,
-    check: CheckFlag = None,
+    sampling: SamplingFlags,
+    engine: LocalEngineFlags,
     config: ConfigFlag = None,
 ) -> None:
     """Answer one PROMPT. The text goes to standard output, figures to standard error."""
     from spolia.cli.generate import run
 
-    sampling = SamplingFlags(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=stop,
-        repetition_penalty=repeat_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        json_schema=json_schema,
-        regex=regex,
-        grammar=grammar,
-        more=param,
-    )
-    engine = EngineFlags(
-        kv_dtype=kv_dtype,
-        kv_memory=kv_memory,
-        kv_disk=kv_disk,
-        kv_disk_size=kv_disk_size,
-        num_threads=threads,
-        max_context=max_context,
-        speculation=speculation,
-        draft_model=draft_model,
-        check=check,
-    )
     run(model, prompt, raw=raw, system=system, sampling=sampling, engine=engine)
 
 
 @app.command(cls=ConfiguredCommand)
+@expanded
 def chat(
+    *,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -372,55 +204,13 @@ def chat(
         str | None, typer.Option(envvar="SPOLIA_API_KEY", help="An API key, if the server wants one.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
-    max_tokens: MaxTokensFlag = None,
-    temperature: TemperatureFlag = None,
-    top_k: TopKFlag = None,
-    top_p: TopPFlag = None,
-    min_p: MinPFlag = None,
-    seed: SeedFlag = None,
-    stop: StopFlag = None,
-    repeat_penalty: RepeatPenaltyFlag = None,
-    presence_penalty: PresencePenaltyFlag = None,
-    frequency_penalty: FrequencyPenaltyFlag = None,
-    param: ParamFlag = None,
-    kv_dtype: KvDtypeFlag = None,
-    kv_memory: KvMemoryFlag = None,
-    kv_disk: KvDiskFlag = None,
-    kv_disk_size: KvDiskSizeFlag = None,
-    threads: ThreadsFlag = None,
-    max_context: MaxContextFlag = None,
-    speculation: SpeculationFlag = None,
-    draft_model: DraftModelFlag = None,
-    check: CheckFlag = None,
+    sampling: TalkFlags,
+    engine: LocalEngineFlags,
     config: ConfigFlag = None,
 ) -> None:
     """Talk to MODEL. One line is one message; each answer shows how much of the conversation was reused."""
     from spolia.cli.chat import run, run_remote
 
-    sampling = SamplingFlags(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=stop,
-        repetition_penalty=repeat_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        more=param,
-    )
-    engine = EngineFlags(
-        kv_dtype=kv_dtype,
-        kv_memory=kv_memory,
-        kv_disk=kv_disk,
-        kv_disk_size=kv_disk_size,
-        num_threads=threads,
-        max_context=max_context,
-        speculation=speculation,
-        draft_model=draft_model,
-        check=check,
-    )
     if url is not None:
         run_remote(url, model=model, key=key, system=system, sampling=sampling, engine=engine)
     elif model is None:
@@ -553,7 +343,9 @@ def _listed(text: str) -> list[str]:
 
 
 @app.command()
+@expanded
 def bench(
+    *,
     source: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Serve this model for the run, where there is no --url.")
     ] = None,
@@ -573,15 +365,11 @@ def bench(
         ),
     ] = False,
     label: Annotated[str, typer.Option(help="Put into each line of JSON.")] = "",
-    kv_dtype: KvDtypeFlag = None,
-    kv_memory: KvMemoryFlag = None,
-    threads: ThreadsFlag = None,
-    max_context: MaxContextFlag = None,
+    engine: Annotated[EngineFlags, Only("kv_dtype", "kv_memory", "num_threads", "max_context")],
 ) -> None:
     """Measure a server with KV-cache workloads. Prints a line of JSON for each, and a table."""
     from spolia.cli.bench import Target, run
 
-    engine = EngineFlags(kv_dtype=kv_dtype, kv_memory=kv_memory, num_threads=threads, max_context=max_context)
     if roofline:
         from spolia.cli.roofline import run as run_roofline
 

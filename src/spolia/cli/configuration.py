@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand
 
+from spolia.cli.expansion import flag_names
 from spolia.errors import InvalidRequest
 
 __all__ = ["ConfiguredCommand", "Setting", "likely_mistakes", "read_default_map", "settings_of", "use_file"]
@@ -28,17 +29,6 @@ CONFIGURED = ("serve", "chat", "generate")
 _PREFIX = "SPOLIA_"
 # Said on the command line only: they are about one question, or about the file itself.
 _NOT_CONFIGURED = frozenset({"config", "help", "key", "prompt", "url"})
-# Where a flag's name is not that of the settings' field.
-_FIELDS = {
-    "threads": "num_threads",
-    "kv_ttl": "kv_ttl_s",
-    "stream_interval": "stream_interval_ms",
-    "processor": "processors",
-    "max_body": "max_body_bytes",
-    "request_timeout": "request_timeout_s",
-    "memory": "memory_bytes",
-    "keep_alive": "keep_alive_s",
-}
 
 
 class ConfiguredCommand(TyperCommand):
@@ -135,7 +125,7 @@ def settings_of(context: typer.Context, command: str, arguments: Sequence[str]) 
     file = next(param for param in subcommand.params if param.name == "config")
     chosen = file.process_value(inner, file.consume_value(inner, given)[0])
     inner.default_map = read_default_map(chosen, command, inner)
-    defaults = _defaults()
+    defaults = {"log_format": "text", **_defaults()}
     for param in subcommand.params:
         if not _is_configured(subcommand, param):
             continue
@@ -149,7 +139,7 @@ def settings_of(context: typer.Context, command: str, arguments: Sequence[str]) 
                 raise
             yield Setting(param.name, value, _place(inner, param) or "flag")
         else:
-            yield Setting(param.name, defaults.get(_FIELDS.get(param.name, param.name)), "default")
+            yield Setting(param.name, defaults.get(param.name), "default")
 
 
 def likely_mistakes(context: typer.Context) -> list[tuple[str, str]]:
@@ -228,10 +218,13 @@ def _require(path: Path, shown: str, name: str, known: Iterable[str]) -> None:
 
 
 def _defaults() -> dict[str, Any]:
-    from dataclasses import fields
-
+    """By the parameter's name."""
+    from spolia.cli.flags import EngineFlags, ServerFlags  # which import this module
     from spolia.engine import EngineConfig
     from spolia.server import ServerConfig
 
-    all_fields = [field for settings in (EngineConfig, ServerConfig) for field in fields(settings)]
-    return {"log_format": "text", **{field.name: field.default for field in all_fields}}
+    return {
+        name: settings.__dataclass_fields__[field].default
+        for flags, settings in ((EngineFlags, EngineConfig), (ServerFlags, ServerConfig))
+        for name, field in flag_names(flags).items()
+    }

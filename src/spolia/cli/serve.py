@@ -5,21 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from spolia.cli.flags import EngineFlags
+from spolia.cli.flags import EngineFlags, ServerFlags
 from spolia.cli.models import fetch
 from spolia.cli.recording import Recording
 from spolia.engine import AsyncEngine, EngineConfig
 from spolia.errors import InvalidRequest, SpoliaError
 from spolia.models import check_source, list_models
-from spolia.server import ServerConfig, listen, log_fields, parse_duration, read_keys, read_mcp_file, set_up_logging
+from spolia.server import listen, log_fields, read_keys, read_mcp_file, set_up_logging
 
 __all__ = ["run"]
 
@@ -29,19 +28,16 @@ def run(
     *,
     name: str | None,
     engine: EngineFlags,
-    server: Mapping[str, Any],
+    server: ServerFlags,
     log_format: str | None,
     record: Path | None = None,
     pinned: Sequence[str] = (),
-    keep_alive: str | None = None,
 ) -> None:
     """Serve until a signal; see `spolia.server.serve`.
 
     Args:
         sources: loaded at the start as far as there is room; none: those on this machine, each by its first request.
-        server: fields of `ServerConfig`; None for what was not given.
         pinned: of the names, those that stay in memory.
-        keep_alive: how long the others stay without a request, as `parse_duration` reads it.
 
     Raises:
         ModelError: the model cannot be had or read.
@@ -67,25 +63,17 @@ def run(
         check_source(source)
     set_up_logging("json" if log_format == "json" else "text")
     config = engine.config()
-    given = {key: value for key, value in server.items() if value is not None}
-    try:
-        if keep_alive is not None:
-            given["keep_alive_s"] = parse_duration(keep_alive)
-        settings = ServerConfig(**given)
-        if settings.mcp is not None:
-            read_mcp_file(settings.mcp)
-            if find_spec("mcp") is None:
-                raise InvalidRequest("--mcp needs the SDK of MCP: pip install 'spolia[mcp]'", param="mcp")
-        if settings.keys is not None:
-            read_keys(settings.keys)
-        if settings.warm is not None:
-            from spolia.server.warming import read_prompts
+    settings = server.config()
+    if settings.mcp is not None:
+        read_mcp_file(settings.mcp)
+        if find_spec("mcp") is None:
+            raise InvalidRequest("--mcp needs the SDK of MCP: pip install 'spolia[mcp]'", param="mcp")
+    if settings.keys is not None:
+        read_keys(settings.keys)
+    if settings.warm is not None:
+        from spolia.server.warming import read_prompts
 
-            read_prompts(settings.warm)  # what is wrong with it is told before anything takes time
-    except SpoliaError:
-        raise
-    except ValueError as error:
-        raise InvalidRequest(str(error)) from None
+        read_prompts(settings.warm)  # what is wrong with it is told before anything takes time
     try:
         listener = listen(settings)
     except OSError as error:
