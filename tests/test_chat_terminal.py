@@ -138,3 +138,49 @@ def test_a_conversation_goes_on_after_its_server_was_away(url: str, monkeypatch:
     assert "x = 2 ** 3" in out
     assert "other> " in out
     assert "  main: 1 exchange\n* other: 2 exchanges" in said
+
+
+class Interrupted(Terminal):
+    """Ctrl-C is pressed where a line says so."""
+
+    def readline(self, *arguments):
+        line = super().readline(*arguments)
+        if line == "^C\n":
+            raise KeyboardInterrupt
+        return line
+
+
+def test_ctrl_c_drops_a_line_or_stops_an_answer_and_the_conversation_stays(url: str, monkeypatch, capsys):
+    there, num_calls = RemotePartner.answer, 0
+
+    def answer(self, messages):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise KeyboardInterrupt  # before the first word
+        yield from there(self, messages)
+
+    monkeypatch.setattr(RemotePartner, "answer", answer)
+    monkeypatch.setattr(sys, "stdin", Interrupted("hello\n^C\na story\n/sessions\n^C\n/quit\n"))
+    run_remote(url, model=None, key=None, system=None, sampling=SamplingFlags(temperature=0), engine=EngineFlags())
+    out, said = capsys.readouterr()
+    assert "How are you?" in out
+    assert said.count("Ctrl-D or /quit ends") == 2
+    assert "[stopped]" in said
+    assert "* main: 1 exchange\n" in said
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_an_answer_that_breaks_off_ends_its_line_and_its_styles(url: str, monkeypatch, capsys, no_color: str):
+    def answer(self, messages):
+        yield "so **far"
+        raise SpoliaError("the server is gone")
+
+    monkeypatch.setattr(RemotePartner, "answer", answer)
+    monkeypatch.setattr(sys, "stdin", Terminal("hello\n/quit\n"))
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    run_remote(url, model=None, key=None, system=None, sampling=SamplingFlags(temperature=0), engine=EngineFlags())
+    out, said = capsys.readouterr()
+    assert ("so **far\n" if no_color else f"{BOLD}far{PLAIN}\n") in out
+    assert "the server is gone" in said

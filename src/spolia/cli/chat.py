@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import closing
+from typing import TextIO
 
 from spolia.cli.flags import CHAT_DEFAULTS, EngineFlags, SamplingFlags
 from spolia.cli.markdown import MarkdownStream
@@ -109,12 +111,14 @@ class _Conversation:
             case _ if line.startswith("/"):
                 _say(f"there is no command {command}\n{_HELP}")
             case _:
-                self._talk.take(line, self._answer(self._talk.asked(line)))
+                answer = self._answer(self._talk.asked(line))
+                if answer:  # else it was stopped before it began: as if it had not been asked
+                    self._talk.take(line, answer)
 
     def _answer(self, messages: Messages) -> str:
         """Stream the next turn; returns its text, what there is of it if Ctrl-C stopped it."""
         parts: list[str] = []
-        markdown = MarkdownStream() if sys.stdout.isatty() else None
+        markdown = MarkdownStream() if _is_styled(sys.stdout) else None
         try:
             for text in self._partner.answer(messages):
                 parts.append(text)
@@ -123,25 +127,37 @@ class _Conversation:
             about = self._partner.figures()
         except KeyboardInterrupt:
             about = "[stopped]"
-        sys.stdout.write("\n" if markdown is None else markdown.finish() + "\n")
+        finally:
+            sys.stdout.write("\n" if markdown is None else markdown.finish() + "\n")
         _say(about)
         return "".join(parts)
 
 
 def _read(name: str) -> str | None:
-    """The next line, stripped; None at the end of input. A pipe gets no prompt; a fork's has its name."""
+    """The next line, stripped; None at the end of input. A pipe gets no prompt; a fork's has its name.
+
+    Ctrl-C drops what was typed, as in a shell.
+    """
     if not sys.stdin.isatty():
         line = sys.stdin.readline()
         return line.strip() if line else None
     import readline  # noqa: F401 - line editing and history for input()
 
-    try:
-        return input("\n> " if name == "main" else f"\n{name}> ").strip()
-    except (EOFError, KeyboardInterrupt):
-        return None
+    while True:
+        try:
+            return input("\n> " if name == "main" else f"\n{name}> ").strip()
+        except KeyboardInterrupt:
+            _say("\nCtrl-D or /quit ends")
+        except EOFError:
+            return None
+
+
+def _is_styled(stream: TextIO) -> bool:
+    """Whether somebody looks at it who has not asked for plain text (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _say(text: str) -> None:
     """What is about the conversation and not part of it."""
     sys.stdout.flush()
-    print(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    print(f"\x1b[2m{text}\x1b[0m" if _is_styled(sys.stderr) else text, file=sys.stderr, flush=True)
