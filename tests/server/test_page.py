@@ -174,6 +174,11 @@ def opened(browser: Any, url: str, *, expected_trouble: str = "", **options: Any
     context.close()
 
 
+def is_asked(page: Any, text: str) -> None:
+    """The field for the next question comes to hold this."""
+    eventually(lambda: page.input_value("#question") == text)
+
+
 def say(page: Any, text: str) -> None:
     num_answers = page.locator("#messages .assistant").count()
     page.fill("#question", text)
@@ -217,13 +222,13 @@ def test_conversations_are_sessions_that_fork_rewind_and_close(forgetful, page):
     page.locator("#conversations .open").nth(1).click()
     page.locator("#messages > li").nth(3).wait_for()
     page.click("#messages .user >> nth=1 >> text=Rewind to here")
-    page.wait_for_function("document.getElementById('question').value === 'more'")
+    is_asked(page, "more")
     assert page.locator("#messages > li").count() == 2
     assert messages_of(forgetful, whole["id"]) == ["hello", SCRIPT["user: hello"]]
     say(page, "a list")
     page.on("dialog", lambda dialog: dialog.accept())
     page.locator("#conversations li button").nth(1).click()
-    page.wait_for_function("document.querySelectorAll('#conversations li').length === 1")
+    eventually(lambda: page.locator("#conversations li").count() == 1)
     assert [card["id"] for card in sessions_of(forgetful)] == [fork["id"]]
 
 
@@ -238,7 +243,7 @@ def test_a_conversation_is_there_in_another_browser_and_what_a_program_adds_is_s
         other.locator("#messages > li").nth(4).wait_for()
         assert other.locator("#messages .system").inner_text().endswith("Be brief.")
         other.click("#messages .user >> nth=1 >> text=Rewind to here")
-        other.wait_for_function("document.getElementById('question').value === 'a list'")
+        is_asked(other, "a list")
     page.reload()
     page.locator("#messages .assistant .origin").wait_for()  # this browser's own
     assert page.locator("#messages > li").count() == 3
@@ -264,7 +269,7 @@ def test_an_answer_that_is_stopped_is_part_of_the_conversation_as_far_as_it_came
                 page.press("#question", "Enter")
                 page.wait_for_timeout(300)
                 page.keyboard.press("Escape")
-            page.wait_for_function("document.getElementById('question').value === 'a list'")
+            is_asked(page, "a list")
             assert page.locator("#messages > li").count() == 0  # nothing had come
             page.fill("#question", "more")
             pace.step_s = 0.1

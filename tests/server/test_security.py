@@ -90,7 +90,8 @@ def test_what_tells_of_everybody_is_for_admins(url: str, paths: list[Path]):
 
 
 def test_no_path_reads_a_body_beyond_the_limit(url: str, paths: list[Path]):
-    taken = {"/v1/cache/import"}  # files are larger; it has a limit of its own
+    # Files are larger, and have a limit of their own; the other reads none, and may well not have what is named.
+    taken = {"/v1/cache/import", "/v1/responses/{response_id}/cancel"}
     with_body = [path for path in paths if path.method == "POST" and path.template not in taken]
     for path in with_body:
         status = send(url, path, headers=key(ADMIN), content=b" " * (MAX_BODY_BYTES + 1)).status_code
