@@ -30,10 +30,11 @@ from spolia.engine import SamplingParams
 from spolia.engine.core import EngineCore
 from spolia.engine.memory import default_num_threads
 from spolia.engine.request import Request
+from spolia.engine.storage import build_cache
 from spolia.kernels import StepInputs
 from spolia.kernels.cpu import CpuExecutable
 from spolia.kernels.cpu.roofline import StepShape, measure_step
-from spolia.kvcache import GroupSpec, KVCache
+from spolia.kvcache import GroupSpec
 
 PICTURE = Path(__file__).parent.parent / "docs" / "growth.svg"
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -65,10 +66,12 @@ class NoModel:
 
 def around_a_step(num_waiting: int) -> float:
     """Median seconds of `EngineCore.step` with 64 streams running and so many requests waiting."""
-    cache = KVCache([GroupSpec(64 * 64)], clock=time.monotonic)
+    pools = [np.empty((64 * 64, 0), np.uint8)]
+    cache, tiering = build_cache([GroupSpec(len(pools[0]))], pools, [], layout="none", clock=time.monotonic)
     core = EngineCore(
         NoModel(),
         cache,
+        tiering=tiering,
         token_bytes=lambda token_id: b"x",
         max_batch_tokens=256,
         max_sequences=64,

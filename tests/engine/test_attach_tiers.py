@@ -82,7 +82,7 @@ def test_a_tier_that_does_not_work_is_not_attached(llm):
 def test_a_tier_that_cannot_write_what_waits_stays_in_use(llm):
     backend = FaultyBackend()
     llm.attach_tier(TierUse(Tier("remote", backend, stall_s=60)))
-    llm._engine.core.tiering._fetch = "best_effort"  # or the request would wait for a tier that hangs
+    llm._engine.core.tiering.restores._fetch = "best_effort"  # or the request would wait for a tier that hangs
     backend.hang()
     ask(llm, 0)
     with pytest.raises(StorageUnavailable, match="stays in use"):
@@ -99,7 +99,7 @@ def test_what_waits_for_a_tier_is_written_before_it_goes(llm):
     backend = FaultyBackend()
     tier = Tier("remote", backend, stall_s=600)
     llm.attach_tier(TierUse(tier, "write_through"))
-    llm._engine.core.tiering.mover._lanes[tier].buffers._max_bytes = 1
+    llm._engine.core.tiering.tiers.mover._lanes[tier].buffers._max_bytes = 1
     llm.generate(prompt(0, 290), SamplingParams(temperature=0.0, max_tokens=1))
     llm.detach_tier("remote", timeout_s=60)
     assert len(backend.values) == 290 // 16

@@ -38,10 +38,10 @@ def slow(backend: FaultyBackend, windows=(None,), run_blocks=2, reading=5.0, **s
     for _ in range(50):
         tiering.note_step(1_000, 1.0)
     tiering.note_step = lambda *_: None
-    (tier,) = tiering.mover.tiers
-    tier._read_bytes_per_s = 1_000 * sum(tiering.usual.payload_bytes) / 16 / reading
+    (tier,) = tiering.tiers.mover.tiers
+    tier._read_bytes_per_s = 1_000 * sum(tiering.blocks.usual.payload_bytes) / 16 / reading
     tier._note_read = lambda *_: None
-    tiering.mover._run_blocks = run_blocks
+    tiering.tiers.mover._run_blocks = run_blocks
     return engine
 
 
@@ -50,12 +50,12 @@ def begin(engine: Engine, prompt=PROMPT, params=GREEDY):
     request = submit(engine, prompt, params)
     tiering = engine.core.tiering
     deadline_s = time.monotonic() + 20
-    while request.request_id not in tiering._meetings:
+    while request.request_id not in tiering.meetings._meetings:
         assert time.monotonic() < deadline_s
         if engine.core.idle_s != 0:
             time.sleep(0.001)  # a loop that never sleeps would starve the reader, which then is not waited for
         engine.core.step()
-    return request, tiering._meetings[request.request_id]
+    return request, tiering.meetings._meetings[request.request_id]
 
 
 def wait_until_read(meeting) -> None:
@@ -99,7 +99,7 @@ def test_computing_stops_where_both_ends_meet():
     assert output.num_restored_tokens == {"disk": 9 * 16}
     assert engine.core.executable.num_computed_tokens == 9 * 16 + 2 + 7
     for block in kept[9:]:
-        engine.core.tiering.mover.give_back(block)
+        engine.core.tiering.tiers.mover.give_back(block)
     engine.core.close()
 
 
@@ -132,13 +132,13 @@ def test_an_abort_gives_everything_back(when):
         engine.core.step()
         assert meeting.ranges
         for block in runs[1:]:
-            engine.core.tiering.mover.give_back(block)
+            engine.core.tiering.tiers.mover.give_back(block)
     engine.core.abort(request.request_id)
     run(engine)
     (ledger,) = engine.core.stats.ledger
     assert ledger.leased == 0
-    assert engine.core.tiering._meetings == {}
-    assert engine.core.tiering.mover._reads.num_lent_bytes == 0
+    assert engine.core.tiering.meetings._meetings == {}
+    assert engine.core.tiering.tiers.mover._reads.has_room(1 << 62)  # only if nothing is lent
     assert list(answer(engine, PROMPT).token_ids) == toy_answer(PROMPT, 8)
     engine.core.close()
 

@@ -107,7 +107,7 @@ def engine_in(world: World, tokens_per_s: float, fetch: FetchPolicy, backend: Fa
         max_batch_tokens=STEP_TOKENS,
     )
     executable, tiering = engine.core.executable, engine.core.tiering
-    run, begin = executable.run, tiering.mover.fetch
+    run, begin = executable.run, tiering.tiers.mover.fetch
 
     def timed_run(step, *outputs):
         run(step, *outputs)
@@ -117,8 +117,8 @@ def engine_in(world: World, tokens_per_s: float, fetch: FetchPolicy, backend: Fa
         world.restores.append(restore := begin(*arguments, **settings))
         return restore
 
-    executable.run, tiering.mover.fetch = timed_run, noted_fetch
-    tiering.mover._run_blocks = RUN_BLOCKS
+    executable.run, tiering.tiers.mover.fetch = timed_run, noted_fetch
+    tiering.tiers.mover._run_blocks = RUN_BLOCKS
     tiering.note_step(NUM_CALIBRATED, NUM_CALIBRATED / tokens_per_s)
     return engine
 

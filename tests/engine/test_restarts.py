@@ -109,7 +109,7 @@ def test_all_tiers_at_once_give_the_same_answers(model, tmp_path):
 def test_measuring_at_the_start_leaves_the_cache_empty_and_tells_how_fast_prompts_are_computed(model, tmp_path):
     with LLM(model, kv_memory=1 << 20, num_threads=1, kv_disk=tmp_path) as llm:
         core = llm._engine.core
-        assert core.tiering.planner.tokens_per_s > 10
+        assert core.tiering.planner.wait_s(1) < 1.0  # two seconds if nothing is known
         (ledger,) = core.cache.ledger()
         assert (ledger.free, ledger.leased) == (ledger.total, 0)
         core.cache.check()

@@ -154,9 +154,9 @@ def test_what_an_operator_asks_for_comes_up_whatever_reading_costs(tmp_path):
     saved(answer_on(tmp_path, CONVERSATION))
     engine = on_tier(tmp_path, fetch="planned")
     tiering = engine.core.tiering
-    tiering.mover._run_blocks = 4
+    tiering.tiers.mover._run_blocks = 4
     tiering.note_step(1_000, 1e-6)
-    (tier,) = tiering.mover.tiers
+    (tier,) = tiering.tiers.mover.tiers
     tier._read_bytes_per_s = 1.0
     assert bring(engine, EXACT_NAMESPACE, CONVERSATION) == 288
     saved(engine)
@@ -179,11 +179,11 @@ def test_nothing_is_lost_between_tiers_that_hand_over_to_each_other(tmp_path, se
     disk = Tier("disk", FolderBackend(tmp_path), stall_s=60)
     host = TierUse(Tier("host", Late(1 << 20), stall_s=60), "write_back", is_exclusive=True)
     engine = toy_engine(tiers=[host, TierUse(disk)], clock=time.monotonic, num_blocks=40)
-    engine.core.tiering.mover._run_blocks = 2
+    engine.core.tiering.tiers.mover._run_blocks = 2
     prompts = [tokens(192, seed=number) for number in range(4)]
     for prompt in prompts:
         answer(engine, prompt)
-    engine.core.tiering.mover.flush(60)
+    engine.core.tiering.tiers.mover.flush(60)
     for _ in range(12):
         prompt = rng.choice(prompts)
         others = [submit(engine, rng.choice(prompts)) for _ in range(rng.randrange(3))]
@@ -317,13 +317,13 @@ def test_writes_that_find_no_room_wait_their_turn_and_are_written_in_the_end(tmp
     engine = on_tier(backend)
     lane_of(engine).buffers._max_bytes = 1_000  # a few blocks at a time
     answer(engine, CONVERSATION)
-    assert engine.core.idle_s is None or engine.core._tiering.offloader.num_waiting
+    assert engine.core.idle_s is None or engine.core.tiering.tiers.offloader.num_waiting
     saved(engine)
     assert len(backend.values) == (len(CONVERSATION) + 7) // BLOCK_SIZE
 
 
 def lane_of(engine: Engine):
-    (lane,) = engine.core.tiering.mover._lanes.values()
+    (lane,) = engine.core.tiering.tiers.mover._lanes.values()
     return lane
 
 
@@ -331,7 +331,7 @@ def test_a_tier_that_hangs_holds_up_no_other_and_a_prompt_that_is_asked_again_wa
     hanging, other = FaultyBackend(), FaultyBackend()
     tiers = [Tier(name, each, stall_s=600) for name, each in (("remote", hanging), ("disk", other))]
     engine = toy_engine(tiers=tiers, clock=time.monotonic, fetch="best_effort")
-    for lane in engine.core.tiering.mover._lanes.values():
+    for lane in engine.core.tiering.tiers.mover._lanes.values():
         lane.buffers._max_bytes = 1  # a block at a time
     hanging.hang()
     for _ in range(3):
@@ -342,7 +342,7 @@ def test_a_tier_that_hangs_holds_up_no_other_and_a_prompt_that_is_asked_again_wa
         engine.core.step()
         time.sleep(0.001)
     assert len(other.values) == num_blocks
-    assert engine.core.tiering.offloader.num_waiting <= num_blocks
+    assert engine.core.tiering.tiers.offloader.num_waiting <= num_blocks
     hanging.resume()
     saved(engine)
     assert len(hanging.values) == num_blocks
@@ -352,12 +352,12 @@ def test_what_is_evicted_before_it_could_be_written_is_counted():
     backend = FaultyBackend()
     engine = on_tier(backend, num_blocks=24)
     lane_of(engine).buffers._max_bytes = 1_000
-    engine.core._tiering.mover.tiers[0]._stall_s = 0.2
+    engine.core.tiering.tiers.mover.tiers[0]._stall_s = 0.2
     backend.hang()
     for seed in range(4):
         prompt = tokens(300, 2_000 + seed)
         assert_right(answer(engine, prompt), prompt)
-    assert engine.core._tiering.num_lost_blocks > 0
+    assert engine.core.stats.counters.num_lost_blocks > 0
     backend.resume()
     saved(engine)
 
@@ -403,7 +403,7 @@ def random_traffic(
         if rng.random() < 0.5:
             engine.core.close()
         else:
-            engine.core._tiering.mover.close()  # what waits to be copied is lost
+            engine.core.tiering.tiers.mover.close()  # what waits to be copied is lost
         files = sorted(folder.rglob("*.kv"))
         for path in rng.sample(files, min(3, len(files))):
             path.unlink(missing_ok=True)
@@ -465,7 +465,7 @@ def strangers(engine: Engine, count: int, length: int = 300) -> None:
 
 def settle(engine: Engine) -> None:
     """Wait until all writes are done."""
-    assert engine.core._tiering.mover.flush(20)
+    assert engine.core.tiering.tiers.mover.flush(20)
 
 
 def test_what_memory_gives_up_the_host_tier_keeps_and_gives_back_once(tmp_path):
@@ -480,8 +480,8 @@ def test_what_memory_gives_up_the_host_tier_keeps_and_gives_back_once(tmp_path):
     assert output.num_cached_tokens == 288
     settle(engine)
     # Exclusive: the pools have it now, so the host tier does not.
-    host = engine.core._tiering.mover.tiers[0].backend
-    keys = engine.core._tiering._keys(chain_of(CONVERSATION))
+    host = engine.core.tiering.tiers.mover.tiers[0].backend
+    keys = engine.core.tiering.blocks.keys(chain_of(CONVERSATION))
     assert not any(host.exists(keys[: restored // BLOCK_SIZE]))
     strangers(engine, 2)
     settle(engine)
@@ -540,14 +540,14 @@ def test_what_comes_and_goes_below_a_tier_is_what_it_hands_down_to(tmp_path):
     engine = toy_engine(tiers=[host_tier(5_000)], clock=time.monotonic, num_blocks=24)
     tiering = engine.core.tiering
     assert given_up() == 0
-    tiering.attach(use("later"))
+    tiering.tiers.attach(use("later"))
     assert given_up() > 30
-    later, index = tiering.retire("later")
+    later, index = tiering.tiers.retire("later")
     assert given_up() == 0
-    tiering.reinstate(later, index)
+    tiering.tiers.reinstate(later, index)
     assert given_up() > 30
-    tiering.detach(tiering.retire("later")[0])
-    tiering.attach(use("last"))
+    tiering.tiers.detach(tiering.tiers.retire("later")[0])
+    tiering.tiers.attach(use("last"))
     assert given_up() > 30
     assert list((tmp_path / "last").rglob("*.kv"))
     saved(engine)
@@ -559,7 +559,7 @@ def test_a_selective_tier_takes_what_was_used_often_enough(tmp_path):
     for turn in range(4):
         answer(engine, [*CONVERSATION[:100], *tokens(100, turn)])
         settle(engine)
-        engine.core._tiering.offloader.pump(engine.core.cache, None)
+        engine.core.tiering.tiers.offloader.pump(engine.core.cache, None)
         settle(engine)
         assert len(list(tmp_path.rglob("*.kv"))) == (0 if turn < 2 else 100 // BLOCK_SIZE)
     saved(engine)
@@ -598,7 +598,7 @@ def test_a_timeout_bounds_the_wait_and_keeps_what_arrived():
     backend = with_stored_conversation()
     backend.bytes_per_s = 20_000  # some 50 blocks a second
     engine = toy_engine(tiers=[Tier("disk", backend)], fetch="timeout", fetch_timeout_s=0.15, clock=time.monotonic)
-    engine.core._tiering.mover._run_blocks = 2
+    engine.core.tiering.tiers.mover._run_blocks = 2
     output = answer(engine, CONVERSATION)
     assert_right(output, CONVERSATION)
     assert 0 < output.num_cached_tokens < 288
@@ -618,7 +618,7 @@ def test_the_planner_computes_what_a_slow_tier_would_take_longer_to_bring():
     backend = with_stored_conversation()
     backend.bytes_per_s = 3_000  # a block in a tenth of a second; the toy computes 32 tokens in about a millisecond
     engine = toy_engine(tiers=[Tier("disk", backend)], fetch="planned", clock=time.monotonic)
-    engine.core._tiering.mover._run_blocks = 1
+    engine.core.tiering.tiers.mover._run_blocks = 1
     other = CONVERSATION[::-1]
     assert_right(answer(engine, other), other)  # it learns how fast prompts are computed
     output = answer(engine, CONVERSATION)

@@ -143,7 +143,7 @@ def test_what_is_on_its_way_to_a_tier_is_cleared_too(way):
         for seed in range(4):  # more than the pools hold
             server.cached(prompt(seed))
         server.post("clear", all=True, tiers=False)
-        (lane,) = engine._engine.core.tiering.mover._lanes.values()
+        (lane,) = engine._engine.core.tiering.tiers.mover._lanes.values()
         num_jobs = lane.queue.qsize()
         cleared = threads.submit(server.post, "clear", **way)
         eventually(lambda: lane.queue.qsize() > num_jobs or cleared.done())
@@ -153,7 +153,7 @@ def test_what_is_on_its_way_to_a_tier_is_cleared_too(way):
         assert cleared["unlisted_tiers"] == []
         assert server.lookup(prompt(0))[1]["disk"] == 0
         assert server.lookup(prompt(1))[1]["disk"] == (96 if "prompt" in way else 0)
-        engine._engine.core.tiering.mover.flush(20)
+        engine._engine.core.tiering.tiers.mover.flush(20)
         assert len(backend.entries()) >= 18 if "prompt" in way else not backend.entries()
     asyncio.run(engine.aclose())
 
@@ -193,7 +193,7 @@ def test_a_tier_that_hangs_is_named_and_drops_what_was_cleared_when_it_comes_bac
         server.cached(prompt(0))
         assert server.post("clear", all=True)["unlisted_tiers"] == ["disk"]
         backend.go_on.set()
-        assert engine._engine.core.tiering.mover.flush(20)
+        assert engine._engine.core.tiering.tiers.mover.flush(20)
         eventually(lambda: not backend.entries())
         assert server.lookup(prompt(0)) == (0, {"disk": 0})
     asyncio.run(engine.aclose())

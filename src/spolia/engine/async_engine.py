@@ -14,8 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-import numpy as np
-
 from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.beams import BeamRun
 from spolia.engine.config import EngineConfig
@@ -23,7 +21,7 @@ from spolia.engine.contrastive import ContrastiveRun
 from spolia.engine.core import EngineCore, Observer
 from spolia.engine.embedding import Embedding, EmbeddingRun, Pooling
 from spolia.engine.fairness import Tenant
-from spolia.engine.kv_files import copy_in, copy_out
+from spolia.engine.kv_files import put_in, take_out
 from spolia.engine.news import CacheNews, cache_news
 from spolia.engine.outputs import ContrastiveOutput, Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request
@@ -36,7 +34,7 @@ from spolia.errors import SpoliaError
 from spolia.generation import BeamParams, ContrastiveParams, SamplingParams
 from spolia.kvcache import CacheStats, Wish, namespace_key
 from spolia.models import Model
-from spolia.tiers import TierUse, read_archive, write_archive
+from spolia.tiers import TierUse, payload_of, read_archive, write_archive
 
 __all__ = ["AsyncEngine", "TokenStream"]
 
@@ -296,7 +294,7 @@ class AsyncEngine:
         wanted = [(self.namespace(session.cache_salt), tuple(session.token_ids)) for session in sessions]
 
         def bring(core: EngineCore) -> None:
-            if core.tiering.uses:
+            if core.tiering.tiers.uses:
                 for namespace, token_ids in wanted:
                     core.tiering.transfers.bring(namespace, token_ids)
 
@@ -342,11 +340,11 @@ class AsyncEngine:
             InvalidRequest: the file cannot be written, or a model with sliding windows.
             Overloaded, Bug: as `generate`.
         """
-        namespace, sealer = self.namespace(cache_salt), make_sealer(self.config)
-        ids = np.array(token_ids, np.int32)
-        extents = await self.call(lambda core: copy_out(core, namespace, ids, sealer))
+        namespace = self.namespace(cache_salt)
+        extents = await self.call(lambda core: take_out(core, namespace, token_ids, core.tiering.blocks.exact))
         num_groups = max(1, len(self.stats.ledger))
-        return len(extents) // num_groups * self.block_size, await asyncio.to_thread(write_archive, path, extents)
+        num_bytes = await asyncio.to_thread(write_archive, path, extents, make_sealer(self.config))
+        return len(extents) // num_groups * self.block_size, num_bytes
 
     async def restore_kv(self, path: Path, *, cache_salt: str = "") -> tuple[list[int], int, int]:
         """Bring back what `save_kv` wrote; the tokens, how many of them are cached now, and the file's bytes.
@@ -355,10 +353,11 @@ class AsyncEngine:
             InvalidRequest: the file is damaged, or of another model, KV type or owner; nothing was brought back.
             Overloaded, Bug: as `generate`.
         """
-        namespace, sealer = self.namespace(cache_salt), make_sealer(self.config)
-        extents = await asyncio.to_thread(read_archive, path)
-        num_bytes = sum(map(len, extents))
-        ids, num_cached = await self.call(lambda core: copy_in(core, namespace, extents, sealer))
+        namespace = self.namespace(cache_salt)
+        parts = await asyncio.to_thread(read_archive, path, make_sealer(self.config))
+        num_bytes = sum(len(extent) for _, extent in parts)
+        blocks = [(header, payload_of(header, extent)) for header, extent in parts]
+        ids, num_cached = await self.call(lambda core: put_in(core, namespace, blocks, core.tiering.blocks.exact))
         return ids.tolist(), num_cached, num_bytes
 
     async def call(self, function: Callable[[EngineCore], T]) -> T:

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+import numpy as np
+
 from spolia.engine.core import EngineCore
-from spolia.errors import InvalidRequest, StorageUnavailable
+from spolia.engine.kv_files import put_in, take_out
+from spolia.errors import InvalidRequest, Overloaded, StorageUnavailable
 from spolia.kvcache import PrefixHit, make_policy
 from spolia.tiers import (
     BLOCK_SIZE,
     Compressed,
     ExtentHeader,
+    KeyChain,
     Mover,
     Sealer,
     Tier,
@@ -163,12 +167,12 @@ class CacheAdmin:
         """
         if to == "device":
             return await self.bring(token_ids, cache_salt=cache_salt, may_evict=True)
-        tier = await self._engine.call(lambda core: core.tiering.transfers.tier(to))
+        tier = await self._engine.call(lambda core: core.tiering.tiers.tier(to))
         await self.bring(token_ids, cache_salt=cache_salt, may_evict=True)
         namespace = self._engine.namespace(cache_salt)
         num_tokens = await self._engine.call(lambda core: core.tiering.transfers.send(namespace, token_ids, to))
         deadline_s = time.monotonic() + timeout_s
-        while await self._engine.call(lambda core: core.tiering.transfers.num_unsent(to)):
+        while await self._engine.call(lambda core: core.tiering.tiers.num_unwritten(tier)):
             if time.monotonic() >= deadline_s:
                 raise StorageUnavailable(f"tier {to} has not taken {num_tokens} tokens within {timeout_s:g} s")
             await asyncio.sleep(_LOOK_S)
@@ -189,7 +193,7 @@ class CacheAdmin:
         """
         await self.bring(token_ids, cache_salt=cache_salt, may_evict=True)
         namespace = self._engine.namespace(cache_salt)
-        extents = await self._engine.call(lambda core: core.tiering.transfers.take_out(namespace, token_ids))
+        extents = await self._engine.call(lambda core: take_out(core, namespace, token_ids, core.tiering.blocks.usual))
         if not extents:
             raise InvalidRequest("not one block of it is cached; warm it first", param="prompt")
         return await asyncio.to_thread(pack_archive, extents, self._sealer)
@@ -201,17 +205,15 @@ class CacheAdmin:
             InvalidRequest: it is damaged, of another model, KV type, salt or kind of machine, or sealed otherwise.
             Overloaded: there is no room.
         """
-        parts = await asyncio.to_thread(lambda: list(unpack_archive(data, self._sealer)))
-        mine = self._engine.namespace(cache_salt)
-        for header, _ in parts:
-            if header.namespace != mine:
-                raise InvalidRequest(
-                    f"the file is of namespace {header.namespace.hex()[:16]} ({header.layout}), and this one is "
-                    f"{mine.hex()[:16]}: another model, KV type, cache salt or instruction set",
-                    param="file",
-                )
+        parts = await asyncio.to_thread(unpack_archive, data, self._sealer)
         blocks = [(header, payload_of(header, extent)) for header, extent in parts]
-        return await self._engine.call(lambda core: core.tiering.transfers.put_in(blocks))
+        namespace = self._engine.namespace(cache_salt)
+        ids, num_cached = await self._engine.call(
+            lambda core: put_in(core, namespace, blocks, core.tiering.blocks.usual)
+        )
+        if num_cached < len(ids):
+            raise Overloaded(f"there is no room for {len(ids)} tokens; try again when fewer requests run")
+        return num_cached
 
     async def compress(
         self, salts: Collection[str], token_ids: Sequence[int] | None = None, *, is_alone: bool = False
@@ -227,7 +229,7 @@ class CacheAdmin:
         Raises:
             InvalidRequest: this engine rounds nothing, so it could not read the result.
         """
-        exact, rounded = await self._engine.call(lambda core: (core.tiering.exact, core.tiering.usual))
+        exact, rounded = await self._engine.call(lambda core: (core.tiering.blocks.exact, core.tiering.blocks.usual))
         if rounded.codec is None:
             raise InvalidRequest(
                 "this server's tiers keep KV as it is, so it could never read KV in fewer bits; compress on one that "
@@ -243,7 +245,7 @@ class CacheAdmin:
         kept: set[bytes] = set()
         if token_ids is not None:
             (namespace,) = namespaces
-            chain = await self._engine.call(lambda core: core.tiering.transfers.digests(namespace, token_ids))
+            chain = _chain(namespace, token_ids)
             headers = [header for of_one in found.values() for header in of_one]
             doomed = family(headers, chain, 0, is_alone=is_alone)
             kept = set(chain) - doomed
@@ -285,7 +287,9 @@ class CacheAdmin:
             dropped = sum(core.cache.clear(namespace, pinned=pinned) for namespace in cleared)
             if tiers:
                 core.tiering.transfers.cancel(namespaces)
-                core.tiering.offloader.forget(lambda tag: namespaces is None or any(ns in tag for ns in namespaces))
+                core.tiering.tiers.offloader.forget(
+                    lambda tag: namespaces is None or any(ns in tag for ns in namespaces)
+                )
             kept = () if pinned else core.cache.pins()
             return dropped, [pin.id for pin in kept if namespaces is None or pin.namespace in namespaces]
 
@@ -321,24 +325,23 @@ class CacheAdmin:
     async def _clear_in(
         self, namespace: bytes, token_ids: Sequence[int], *, is_alone: bool, tiers: bool, pinned: bool
     ) -> ClearReport:
-        def drop(core: EngineCore) -> tuple[int, set[bytes], list[bytes], int, tuple[int, ...]]:
+        def drop(core: EngineCore) -> tuple[int, set[bytes], int, tuple[int, ...]]:
             num_tokens, tags = core.cache.clear_prefix(namespace, token_ids, is_alone=is_alone, pinned=pinned)
             keys = {key_of(tag) for tag in tags}
             if tiers:
                 core.tiering.transfers.cancel({namespace})
-                core.tiering.offloader.forget(lambda tag: key_of(tag) in keys)
-            chain = core.tiering.transfers.digests(namespace, token_ids)
+                core.tiering.tiers.offloader.forget(lambda tag: key_of(tag) in keys)
             num_kept = core.cache.probe(namespace, [*token_ids, 0]) // BLOCK_SIZE
             pins = () if pinned else tuple(pin.id for pin in core.cache.pins(namespace, token_ids))
-            return num_tokens, keys, chain, num_kept, pins
+            return num_tokens, keys, num_kept, pins
 
-        num_tokens, keys, chain, num_kept, pins = await self._engine.call(drop)
+        num_tokens, keys, num_kept, pins = await self._engine.call(drop)
         if not tiers:
             return ClearReport(num_tokens, {}, (), pins)
         found = await self._find({namespace})
         listed = [of_one for of_one in found.values() if of_one is not None]
         headers = [header for of_one in listed for header in of_one.values() if header is not None]
-        doomed = family(headers, chain, num_kept, is_alone=is_alone)
+        doomed = family(headers, _chain(namespace, token_ids), num_kept, is_alone=is_alone)
         # What is not in one tier any more may be in the next: each drops what any has.
         gone = keys | {key for of_one in listed for key, each in of_one.items() if each and each.digest in doomed}
         told = await self._each(lambda mover, tier: mover.discard(tier, list(gone)))
@@ -360,8 +363,10 @@ class CacheAdmin:
         The fastest first, and one after the other: what had to leave a tier by then is in the line of the next.
         """
         results: dict[Tier, T | None] = {}
-        for tier in await self._engine.call(lambda core: core.tiering.mover.written):
-            begun = await self._engine.call(partial(lambda core, tier: begin(core.tiering.mover, tier), tier=tier))
+        for tier in await self._engine.call(lambda core: core.tiering.tiers.mover.written):
+            begun = await self._engine.call(
+                partial(lambda core, tier: begin(core.tiering.tiers.mover, tier), tier=tier)
+            )
             done = asyncio.wrap_future(begun)
             deadline_s = time.monotonic() + _LINE_S
             while not done.done() and tier.state is not TierState.STALLED and time.monotonic() < deadline_s:
@@ -390,10 +395,17 @@ class CacheAdmin:
         return await self._engine.call(swap)
 
 
+def _chain(namespace: bytes, token_ids: Sequence[int]) -> list[bytes]:
+    """The digests of these tokens' whole blocks."""
+    chain = KeyChain(namespace)
+    chain.extend(np.asarray(token_ids, np.int32))
+    return chain.digests
+
+
 def _names(core: EngineCore, namespace: bytes, token_ids: Sequence[int]) -> tuple[tuple[Tier, ...], list[bytes], int]:
     """The tiers, what they call these tokens' whole blocks, and how many names a block has."""
-    keys = core.tiering.transfers.keys(namespace, token_ids)
-    return core.tiering.mover.tiers, keys, len(core.cache.groups)
+    tiering = core.tiering
+    return tiering.tiers.mover.tiers, tiering.blocks.keys(_chain(namespace, token_ids)), tiering.blocks.num_groups
 
 
 def _list(tier: Tier, namespaces: Collection[bytes] | None) -> _Found:

@@ -67,7 +67,7 @@ class EngineCore:
         special_token_bytes: text of any token, for requests that want special ones shown; None: as `token_bytes`.
         max_context: most tokens of a sequence.
         clock: seconds; only differences matter.
-        tiering: where KV goes to and comes from beyond the pools; None: nowhere.
+        tiering: where KV goes to and comes from beyond the pools; it may have no tier.
         drafter: guesses tokens ahead; None: nobody does.
         check: verify the cache's invariants after each step.
     """
@@ -79,13 +79,13 @@ class EngineCore:
         *,
         token_bytes: Callable[[int], bytes],
         special_token_bytes: Callable[[int], bytes] | None = None,
+        tiering: Tiering,
         max_batch_tokens: int,
         max_sequences: int,
         max_context: int,
         clock: Callable[[], float],
         observer: Observer | None = None,
         sampler: Sampler | None = None,
-        tiering: Tiering | None = None,
         drafter: Drafter | None = None,
         check: bool = False,
     ) -> None:
@@ -96,11 +96,10 @@ class EngineCore:
         self._clock = clock
         self._observer = observer
         self._sampler = sampler or Sampler(executable.vocab_size, executable.argmax)
-        self._tiering = tiering
+        self.tiering = tiering
         self._drafter = drafter
         self._check = check
-        if tiering is not None:
-            tiering.planner.step_tokens = max_batch_tokens
+        tiering.planner.step_tokens = max_batch_tokens
         self._scheduler = Scheduler(
             cache,
             max_batch_tokens=max_batch_tokens,
@@ -140,7 +139,7 @@ class EngineCore:
     @property
     def stats(self) -> EngineStats:
         """As of the last step; the tiers as of now. Any thread."""
-        return self._stats if self._tiering is None else replace(self._stats, tiers=self._tiering.stats())
+        return replace(self._stats, tiers=self.tiering.stats())
 
     @property
     def has_work(self) -> bool:
@@ -152,7 +151,7 @@ class EngineCore:
         """For how long `step` would find nothing to do unless something arrives: 0: not at all; None: for ever."""
         if self._deltas or self._scheduler.num_waiting or self._scheduler.num_running:
             return 0.0
-        return None if self._tiering is None else self._tiering.idle_s
+        return self.tiering.idle_s
 
     def namespaces_of(self, tenant: str) -> set[bytes]:
         """Where a tenant's KV is, as far as it has asked for anything lately."""
@@ -184,26 +183,13 @@ class EngineCore:
         """All that have not ended: running, preempted, waiting."""
         return self._scheduler.sequences()
 
-    @property
-    def tiering(self) -> Tiering:
-        """Offload and restore.
-
-        Raises:
-            InvalidRequest: the engine was put together without.
-        """
-        if self._tiering is None:
-            raise InvalidRequest("this engine was made without tiering; use build_engine", param="tier")
-        return self._tiering
-
     def set_waker(self, wake: Callable[[], None]) -> None:
         """`wake` is called, on any thread, when something arrives that `step` should see to."""
-        if self._tiering is not None:
-            self._tiering.set_waker(wake)
+        self.tiering.set_waker(wake)
 
     def close(self, flush_s: float = 10.0) -> None:
         """Write what is to outlive the process, for so long at most, and end all I/O."""
-        if self._tiering is not None:
-            self._tiering.close(flush_s)
+        self.tiering.close(flush_s)
 
     def submit(self, request: Request) -> None:
         params = request.params
@@ -226,7 +212,7 @@ class EngineCore:
             self._tenants.move_to_end(request.namespace)
             if len(self._tenants) > _MAX_NAMESPACES:
                 self._tenants.popitem(last=False)
-        if self._tiering is None or not self._tiering.begin(sequence):
+        if not self.tiering.begin(sequence):
             self._scheduler.submit(sequence)
         self._stats = self._snapshot()
 
@@ -247,13 +233,12 @@ class EngineCore:
 
         A request ends with a delta that carries its output, or with an error that is its alone.
         """
-        if self._tiering is not None:
-            for sequence in self._tiering.poll(is_busy=self._scheduler.num_running > 0):
-                sequence.restored_s = self._clock()
-                self._scheduler.submit(sequence)
-            met = self._tiering.take_met()
-            self._num_cached += met.total()
-            self._num_restored.update(met)
+        for sequence in self.tiering.poll(is_busy=self._scheduler.num_running > 0):
+            sequence.restored_s = self._clock()
+            self._scheduler.submit(sequence)
+        met = self.tiering.take_met()
+        self._num_cached += met.total()
+        self._num_restored.update(met)
         if self._by_id:
             started_s = self._clock()
             if self._drafter is not None:
@@ -288,10 +273,9 @@ class EngineCore:
             elif sequence.first_step_s is None:
                 hit = sequence.held_lease.hit
                 sequence.explanation = hit.explanation
-                if self._tiering is not None:
-                    self._tiering.start(sequence)
-                    sequence.num_rounded_tokens = self._tiering.num_rounded_tokens(sequence, start)
-                    self._num_rounded.update(sequence.num_rounded_tokens)
+                self.tiering.start(sequence)
+                sequence.num_rounded_tokens = self.tiering.blocks.num_rounded_tokens(sequence, start)
+                self._num_rounded.update(sequence.num_rounded_tokens)
                 sequence.note_start(start, now_s)
                 self._num_prompt += sequence.num_prompt_tokens
                 self._num_cached += start
@@ -305,7 +289,7 @@ class EngineCore:
         is hardly ever asked for, and the tree's work is the same for sixteen tokens as for one. Since no block is begun
         before the last one is committed, nothing else depends on it.
         """
-        commit, stats = self.cache.commit, self.cache.stats
+        commit, stats = self.tiering.commit, self.cache.stats
         num_duplicate_tokens = stats.num_duplicate_tokens
         sampled = []
         for sequence, start, stop in plan.entries:
@@ -313,10 +297,7 @@ class EngineCore:
                 stop = sequence.num_tokens
             sequence.num_computed_tokens = stop
             if stop - start > 1 or stop % BLOCK_SIZE == 0:
-                if self._tiering is None:
-                    commit(sequence.held_lease, sequence.uncommitted_ids)
-                else:
-                    self._tiering.commit(sequence)
+                commit(sequence)
             if stats.num_duplicate_tokens != num_duplicate_tokens:  # its blocks may have been exchanged for equal ones
                 num_duplicate_tokens = stats.num_duplicate_tokens
                 sequence.table_changed = True
@@ -392,10 +373,7 @@ class EngineCore:
         lease = sequence.held_lease
         if sequence.num_computed_tokens // BLOCK_SIZE > lease.num_computed_tokens // BLOCK_SIZE:
             num_duplicate_tokens = self.cache.stats.num_duplicate_tokens
-            if self._tiering is None:
-                self.cache.commit(lease, sequence.uncommitted_ids)
-            else:
-                self._tiering.commit(sequence)
+            self.tiering.commit(sequence)
             if self.cache.stats.num_duplicate_tokens != num_duplicate_tokens:
                 sequence.table_changed = True
 
@@ -455,19 +433,17 @@ class EngineCore:
         """Forget a sequence, wherever it is; what it computed stays."""
         if self._drafter is not None:
             self._drafter.release(sequence)
-        if self._tiering is not None:
-            if self._tiering.drop(sequence):
-                return
-            if sequence.lease is not None:
-                if len(sequence.uncommitted_ids):  # drafts may have completed a block in the answer's last step
-                    self._tiering.commit(sequence)
-                self._tiering.finish(sequence)
+        if self.tiering.drop(sequence):
+            return
+        if sequence.lease is not None:
+            if len(sequence.uncommitted_ids):  # drafts may have completed a block in the answer's last step
+                self.tiering.commit(sequence)
+            self.tiering.finish(sequence)
         self._scheduler.finish(sequence)
 
     def _count(self, plan: StepPlan, num_sampled: int, duration_s: float) -> None:
         num_tokens = sum(stop - start for _, start, stop in plan.entries)
-        if self._tiering is not None:
-            self._tiering.note_step(num_tokens, duration_s)
+        self.tiering.note_step(num_tokens, duration_s)
         if self._drafter is not None:
             self._drafter.note_step(len(plan.entries), num_tokens, duration_s)
         self._num_steps += 1
@@ -482,7 +458,7 @@ class EngineCore:
 
     def _snapshot(self) -> EngineStats:
         return EngineStats(
-            num_waiting=self._scheduler.num_waiting + (0 if self._tiering is None else self._tiering.num_held),
+            num_waiting=self._scheduler.num_waiting + self.tiering.restores.num_held,
             num_running=self._scheduler.num_running,
             counters=Counters(
                 num_steps=self._num_steps,
@@ -496,7 +472,7 @@ class EngineCore:
                 num_restored_tokens=dict(self._num_restored),
                 num_rounded_tokens=dict(self._num_rounded),
                 drafts=dict(self._drafts),
-                num_lost_blocks=0 if self._tiering is None else self._tiering.num_lost_blocks,
+                num_lost_blocks=self.tiering.tiers.offloader.num_lost_blocks,
             ),
             ledger=tuple(self.cache.ledger()),
         )

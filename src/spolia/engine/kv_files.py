@@ -1,6 +1,7 @@
-"""One sequence's KV out of the pools and back, for files that somebody keeps: called between two steps.
+"""One conversation's KV out of the pools and back, for files that somebody keeps: called between two steps.
 
-What comes back is believed as little as what a tier gives: each block is checked, and bound to its place and owner.
+What comes back is believed as little as what a tier gives: its seals were checked, and here each block is bound to its
+place, its tokens and its owner.
 """
 
 from __future__ import annotations
@@ -13,85 +14,90 @@ from numpy.typing import NDArray
 from spolia.engine.core import EngineCore
 from spolia.errors import InvalidRequest
 from spolia.kernels import BLOCK_SIZE
-from spolia.tiers import ExtentError, KeyChain, Sealer, open_extent
+from spolia.tiers import SEAL_BYTES, Encoding, ExtentHeader, KeyChain
 
-__all__ = ["copy_in", "copy_out"]
+__all__ = ["put_in", "take_out"]
 
 Ids = NDArray[np.int32]
 
 
-def copy_out(core: EngineCore, namespace: bytes, token_ids: Ids, sealer: Sealer) -> list[bytearray]:
-    """What is cached of these tokens, as sealed extents, block by block; a part of a block is left out.
+def take_out(core: EngineCore, namespace: bytes, token_ids: Sequence[int], encoding: Encoding) -> list[bytearray]:
+    """What is cached of these tokens, as extents without seals, block by block; a part of a block is left out.
 
     Raises:
-        InvalidRequest: a model with sliding windows, whose older blocks are gone when newer ones are computed.
+        InvalidRequest: there is KV that cannot be written so, or that a window has passed.
     """
-    if any(group.window is not None for group in core.cache.groups):
-        raise InvalidRequest("a model with sliding windows has no KV of all tokens to be saved; use --kv-disk")
-    chain = KeyChain(namespace)
+    blocks, codec = core.tiering.blocks, encoding.codec
+    ids = np.asarray(token_ids, np.int32)
     extents = []
-    with core.cache.open_restore(namespace, np.append(token_ids, 0).astype(np.int32)) as lease:
-        if core.cache.num_rounded_tokens(lease, lease.num_computed_tokens):
+    with blocks.cache.open_restore(namespace, np.append(ids, np.int32(0))) as lease:
+        if codec is None and blocks.cache.num_rounded_tokens(lease, lease.num_computed_tokens):
             raise InvalidRequest("a part of this KV was kept in fewer bits, and would come back as if it were exact")
         num_blocks = lease.num_computed_tokens // BLOCK_SIZE
-        chain.extend(token_ids[: num_blocks * BLOCK_SIZE])
+        chain = KeyChain(namespace)
+        chain.extend(ids[: num_blocks * BLOCK_SIZE])
         for index in range(num_blocks):
-            for group in range(len(core.cache.groups)):
-                extent = core.tiering.extent(chain, index, group, token_ids, lease.block_table(group)[index].item())
-                sealer.seal(memoryview(extent))
-                extents.append(extent)
+            for group, pool in enumerate(blocks.pools):
+                block_id = lease.block_table(group)[index].item()
+                if block_id < 0:
+                    raise InvalidRequest(
+                        "this model looks back over a window, and memory no longer has what lies before it; use "
+                        "`spolia cache export DIR`",
+                        param="prompt",
+                    )
+                payload = pool[block_id] if codec is None else codec.encode(group, pool[block_id])
+                if payload is None:
+                    raise InvalidRequest(f"block {index} cannot be written in so few bits", param="prompt")
+                header = blocks.header(chain, encoding, index, group, ids).encode()
+                extents.append(bytearray(header + payload.tobytes() + bytes(SEAL_BYTES)))
     return extents
 
 
-def copy_in(core: EngineCore, namespace: bytes, extents: Sequence[memoryview], sealer: Sealer) -> tuple[Ids, int]:
-    """Bring back what `copy_out` gave: the tokens, and how many of them are cached now.
+def put_in(
+    core: EngineCore, namespace: bytes, parts: Sequence[tuple[ExtentHeader, NDArray[np.uint8]]], encoding: Encoding
+) -> tuple[Ids, int]:
+    """Make the KV of extents, whose seals were checked, part of the cache, and have it written down as if it had been
+    computed.
 
-    Fewer than all where there is no room.
+    Returns:
+        The tokens, and how many of them are cached now: fewer than all where there is no room.
 
     Raises:
-        InvalidRequest: they are damaged, not in their order, or another model's or owner's.
+        InvalidRequest: they are not all of one conversation from its beginning on, or another model's or owner's.
     """
-    num_groups = len(core.cache.groups)
-    parts: list[NDArray[np.uint8]] = []
-    ids: list[int] = []
+    blocks = core.tiering.blocks
+    num_blocks, stray = divmod(len(parts), blocks.num_groups)
+    ordered = sorted(parts, key=lambda part: (part[0].start, part[0].group))
+    ids = np.concatenate([header.ids for header, _ in ordered if header.group == 0] or [np.empty(0, np.int32)])
     chain = KeyChain(namespace)
-    for number, extent in enumerate(extents):
-        try:
-            header, payload = open_extent(extent, sealer)
-        except ExtentError as error:
-            raise InvalidRequest(f"block {number} is refused: {error}", param="filename") from None
-        if number % num_groups == 0:
-            ids += header.ids.tolist()
-            chain.extend(np.array(ids, np.int32))
-        index, group = divmod(number, num_groups)
-        if header.namespace != namespace or header.layout != core.tiering.layout:
+    chain.extend(ids)
+    for header, payload in ordered:
+        if header.namespace != namespace or header.layout != encoding.layout:
             raise InvalidRequest(
-                "the file is of another model, KV type, cache salt, API key or instruction set; it is of no use here",
-                param="filename",
+                f"the file is of another model, KV type, cache salt, API key or instruction set ({header.layout}, and "
+                f"here {encoding.layout}); it is of no use here",
+                param="file",
             )
-        if (index >= len(chain.digests) or header.digest != chain.digests[index] or header.group != group) or (
-            len(payload) != core.tiering.payload_bytes(group)
-        ):
-            raise InvalidRequest(f"block {number} is not the one that belongs there", param="filename")
-        parts.append(payload)
-    token_ids = np.array(ids, np.int32)
-    num_blocks = len(parts) // num_groups
-    return token_ids, _fill(core, namespace, token_ids[: num_blocks * BLOCK_SIZE], parts)
-
-
-def _fill(core: EngineCore, namespace: bytes, token_ids: Ids, payloads: Sequence[NDArray[np.uint8]]) -> int:
-    """Put whole blocks of KV into the pools; how many of these tokens are cached now."""
-    num_groups = len(core.cache.groups)
-    stop = len(token_ids)
-    with core.cache.open_restore(namespace, np.append(token_ids, 0).astype(np.int32)) as lease:
+        if header.group < blocks.num_groups and payload.nbytes != encoding.payload_bytes[header.group]:
+            raise InvalidRequest(
+                f"the file's blocks are of {payload.nbytes} bytes, and here of {encoding.payload_bytes[header.group]}",
+                param="file",
+            )
+    places = [(digest, group) for digest in chain.digests for group in range(blocks.num_groups)]
+    if stray or not places or [(header.digest, header.group) for header, _ in ordered] != places:
+        raise InvalidRequest("the file holds no conversation from its beginning on, without gaps", param="file")
+    payloads = [[payload for header, payload in ordered if header.group == group] for group in range(blocks.num_groups)]
+    num_cached = num_blocks * BLOCK_SIZE
+    with blocks.cache.open_restore(namespace, np.append(ids, np.int32(0))) as lease:
         start = lease.num_computed_tokens
-        if start < stop:
-            if core.cache.grow(lease, stop) is None:
-                return start
-            for index in range(start // BLOCK_SIZE, stop // BLOCK_SIZE):
-                for group in range(num_groups):
-                    block_id = lease.block_table(group)[index].item()
-                    core.tiering.write_block(group, block_id, payloads[index * num_groups + group])
-            core.cache.commit(lease, token_ids[start:stop])
+        if start < num_cached and blocks.cache.grow(lease, num_cached) is None:
+            num_cached = start
+        elif start < num_cached:
+            first = start // BLOCK_SIZE
+            for group, of_group in enumerate(payloads):
+                decoded = (blocks.decoded(encoding, group, payload) for payload in of_group[first:])
+                table = lease.block_table(group)[first:num_blocks]
+                blocks.fill(group, table, decoded, is_rounded=encoding.codec is not None)
+            blocks.commit(lease, chain, blocks.usual, ids, start, num_cached)
     core.note_other_work(0)
-    return stop
+    return ids, num_cached

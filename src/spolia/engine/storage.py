@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spolia.engine.config import EngineConfig
-from spolia.engine.tiering import Offloader, Tiering
+from spolia.engine.kv_blocks import KVBlocks
+from spolia.engine.offload import Offloader
+from spolia.engine.tiering import Tiering
+from spolia.engine.tiers_in_use import TiersInUse
 from spolia.kvcache import GroupSpec, KVCache, RetentionPolicy
 from spolia.tiers import (
     AesGcm,
@@ -89,7 +92,6 @@ def build_cache(
     mover = Mover([use.tier for use in uses], encodings=encodings)
     offloader = Offloader(pools, mover, uses, encodings)
     cache = KVCache(groups, clock=clock, policy=policy, on_evict=offloader.on_evict)
-    tiering = Tiering(
-        cache, pools, mover, offloader, uses, encodings=encodings, clock=clock, fetch=fetch, timeout_s=fetch_timeout_s
-    )
-    return cache, tiering
+    tiers = TiersInUse(uses, mover, offloader)
+    blocks = KVBlocks(cache, pools, tiers, encodings)
+    return cache, Tiering(tiers, blocks, clock=clock, fetch=fetch, timeout_s=fetch_timeout_s)

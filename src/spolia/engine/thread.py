@@ -108,7 +108,7 @@ class EngineThread(Generic[S]):
             InvalidRequest: there is one of that name.
         """
         use.tier.probe()
-        self.call(lambda core: core.tiering.attach(use, index)).result()
+        self.call(lambda core: core.tiering.tiers.attach(use, index)).result()
 
     def detach_tier(self, name: str, timeout_s: float = 10.0) -> None:
         """Write what waits for a tier, then do without it. Waits, for so long at most; steps go on.
@@ -118,19 +118,19 @@ class EngineThread(Generic[S]):
             InvalidRequest: there is none of that name.
         """
         use, _ = self.retire_tier(name, timeout_s)
-        self.call(lambda core: core.tiering.detach(use)).result()
+        self.call(lambda core: core.tiering.tiers.detach(use)).result()
 
     def retire_tier(self, name: str, timeout_s: float = 10.0) -> tuple[TierUse, int]:
-        """As `detach_tier`, but it keeps what it has, for `Tiering.reinstate`, until `Tiering.detach`.
+        """As `detach_tier`, but it keeps what it has, for `TiersInUse.reinstate`, until `TiersInUse.detach`.
 
         Returns:
             The tier, and its place.
         """
-        use, index = self.call(lambda core: core.tiering.retire(name)).result()
+        use, index = self.call(lambda core: core.tiering.tiers.retire(name)).result()
         deadline_s = time.monotonic() + timeout_s
-        while self.call(lambda core: core.tiering.num_unwritten(use)).result():
+        while self.call(lambda core: core.tiering.tiers.num_unwritten(use.tier)).result():
             if time.monotonic() >= deadline_s:
-                self.call(lambda core: core.tiering.reinstate(use, index)).result()
+                self.call(lambda core: core.tiering.tiers.reinstate(use, index)).result()
                 raise StorageUnavailable(f"tier {name} has not written all within {timeout_s} s; it stays in use")
             time.sleep(_LOOK_S)
         return use, index

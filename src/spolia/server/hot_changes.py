@@ -80,7 +80,7 @@ async def describe(served: ServedModel, *, may_grow_bytes: int | None = None) ->
             sizes.num_bytes(core.cache),
             sizes.most_bytes(core.cache),
             core.cache.policy.name,
-            core.tiering.uses,
+            core.tiering.tiers.uses,
         )
     )
     if may_grow_bytes is not None:
@@ -145,7 +145,7 @@ async def _apply(
             break
     else:
         for use in retired:  # what a tier has is given up only when no change can fail any more
-            await served.engine.call(lambda core, use=use: core.tiering.detach(use))  # type: ignore[misc]
+            await served.engine.call(lambda core, use=use: core.tiering.tiers.detach(use))  # type: ignore[misc]
     if not changes:
         raise InvalidRequest("nothing to change; send kv_policy, kv_memory, attach or detach", param="kv_policy")
     return changes
@@ -218,13 +218,13 @@ async def _detach(engine: AsyncEngine, name: str, retired: list[TierUse]) -> Und
     retired.append(use)
 
     async def undo() -> None:
-        await engine.call(lambda core: core.tiering.reinstate(use, index))
+        await engine.call(lambda core: core.tiering.tiers.reinstate(use, index))
 
     return undo
 
 
 async def _attach(engine: AsyncEngine, spec: AttachTier, change: Change) -> Undo:
-    tiers = await engine.call(lambda core: [use.tier for use in core.tiering.uses])
+    tiers = await engine.call(lambda core: [use.tier for use in core.tiering.tiers.uses])
     there = {tier.name for tier in tiers}
     if spec.disk is not None:
         _check_apart(Path(spec.disk), tiers)

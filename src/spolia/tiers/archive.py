@@ -165,8 +165,8 @@ def import_conversation(
     return len(parts)
 
 
-def write_archive(path: Path, extents: Sequence[bytes | bytearray]) -> int:
-    """Put sealed extents, in the order of their blocks, into a file of this kind; the file's bytes.
+def write_archive(path: Path, extents: Sequence[bytearray], sealer: Sealer) -> int:
+    """Put extents that have no seal yet, in the order of their blocks, into a file of this kind; the file's bytes.
 
     Raises:
         InvalidRequest: it cannot be written.
@@ -174,11 +174,7 @@ def write_archive(path: Path, extents: Sequence[bytes | bytearray]) -> int:
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with partial.open("wb") as file:
-            file.write(_HEAD.pack(_MAGIC, _VERSION, len(extents)))
-            for extent in extents:
-                file.write(_SIZE.pack(len(extent)))
-                file.write(extent)
-            num_bytes = file.tell()
+            num_bytes = sum(map(file.write, _packed(extents, sealer)))
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -186,13 +182,13 @@ def write_archive(path: Path, extents: Sequence[bytes | bytearray]) -> int:
     return num_bytes
 
 
-def read_archive(path: Path) -> list[memoryview]:
-    """The extents of such a file, each writable and none of them checked.
+def read_archive(path: Path, sealer: Sealer) -> list[tuple[ExtentHeader, memoryview]]:
+    """Header and extent, readable, of each block of such a file, checked.
 
     Raises:
-        InvalidRequest: it cannot be read, or is no such file, or is cut off.
+        InvalidRequest: it cannot be read, is no such file, is damaged, or cannot be opened with this sealer.
     """
-    return [memoryview(bytearray(extent)) for extent in _frames(path)]
+    return [(header, opened) for _, header, opened in _opened(_frames(path), sealer, str(path))]
 
 
 def _read(path: Path, sealer: Sealer) -> Iterator[tuple[ExtentHeader, memoryview]]:
@@ -219,21 +215,25 @@ def _opened(
 
 def pack_archive(extents: Sequence[bytearray], sealer: Sealer) -> bytes:
     """The content of a file of extents that have no seal yet, in the order of their blocks. Seals them in place."""
-    parts: list[bytes | bytearray] = [_HEAD.pack(_MAGIC, _VERSION, len(extents))]
+    return b"".join(_packed(extents, sealer))
+
+
+def _packed(extents: Sequence[bytearray], sealer: Sealer) -> Iterator[bytes | bytearray]:
+    yield _HEAD.pack(_MAGIC, _VERSION, len(extents))
     for extent in extents:
         sealer.seal(memoryview(extent))
-        parts += [_SIZE.pack(len(extent)), extent]
-    return b"".join(parts)
+        yield _SIZE.pack(len(extent))
+        yield extent
 
 
-def unpack_archive(content: bytes, sealer: Sealer) -> Iterator[tuple[ExtentHeader, memoryview]]:
+def unpack_archive(content: bytes, sealer: Sealer) -> list[tuple[ExtentHeader, memoryview]]:
     """Header and extent, readable, of each block of such a file's content, checked.
 
     Raises:
         InvalidRequest: it is no such file, is damaged, or cannot be opened with this sealer.
     """
-    for _, header, opened in _opened(_split(memoryview(content), "the file"), sealer, "the file"):
-        yield header, opened
+    frames = _split(memoryview(content), "the file")
+    return [(header, opened) for _, header, opened in _opened(frames, sealer, "the file")]
 
 
 def _frames(path: Path) -> Iterator[memoryview]:

@@ -42,9 +42,5 @@ class BufferPool:
             self._free.setdefault(len(buffer), []).append(buffer)
             self._changed.notify_all()
 
-    @property
-    def num_lent_bytes(self) -> int:
-        return self._num_lent_bytes
-
     def _has_room(self, size: int) -> bool:
         return self._num_lent_bytes == 0 or self._num_lent_bytes + size <= self._max_bytes

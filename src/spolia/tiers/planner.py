@@ -58,11 +58,6 @@ class Planner:
         self._tokens_per_s: float | None = None
         self._probed_s: dict[str, float] = {}
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """How fast prompts are computed; None before the first long step."""
-        return self._tokens_per_s
-
     def note_step(self, num_tokens: int, duration_s: float) -> None:
         if num_tokens >= _MIN_STEP_TOKENS and duration_s > 0:
             rate, before = num_tokens / duration_s, self._tokens_per_s
