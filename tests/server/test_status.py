@@ -119,7 +119,7 @@ def test_what_runs_and_what_waits_is_shown_while_it_does():
 def test_tokenize_and_detokenize_are_inverse(toy_url):
     reply = httpx.post(f"{toy_url}/tokenize", json={"model": "toy", "prompt": "héllo"}).json()
     assert reply == {"count": 6, "max_model_len": 512, "tokens": list("héllo".encode()), "token_strs": None}
-    assert httpx.post(f"{toy_url}/detokenize", json={"tokens": reply["tokens"]}).json() == {"prompt": "héllo"}
+    assert httpx.post(f"{toy_url}/detokenize", json={"tokens": reply["tokens"]}).json()["prompt"] == "héllo"
 
 
 def test_tokenize_takes_messages_too(toy_url):

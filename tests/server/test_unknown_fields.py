@@ -27,13 +27,12 @@ OURS = {
 }
 
 # What clients of these servers send, and nothing here reads: all as one word each.
-OPENAI = "user store metadata service_tier prompt_cache_key prompt_cache_retention safety_identifier reasoning_effort "
-OPENAI += "verbosity web_search_options include_obfuscation moderation"
-VLLM = "spaces_between_special_tokens detokenize add_special_tokens "
-VLLM += "mm_processor_kwargs request_id return_tokens_as_token_ids kv_transfer_params vllm_xargs include_reasoning "
+OPENAI = "user store metadata service_tier prompt_cache_key prompt_cache_options safety_identifier "
+OPENAI += "verbosity include_obfuscation moderation"
+VLLM = "spaces_between_special_tokens detokenize "
+VLLM += "mm_processor_kwargs kv_transfer_params vllm_xargs include_reasoning "
 VLLM += "guided_decoding_backend guided_whitespace_pattern prompt_embeds media_io_kwargs top_a repetition_penalty_range"
-LLAMA = "cache_prompt n_keep n_discard n_indent t_max_predict_ms post_sampling_probs timings_per_token response_fields "
-LLAMA += "lora min_keep image_data n_cache_reuse chat_format parse_tool_calls preserved_tokens grammar_lazy penalize_nl"
+LLAMA = "n_keep n_discard n_cache_reuse chat_format parse_tool_calls preserved_tokens grammar_lazy penalize_nl"
 OLLAMA = "num_ctx num_batch num_gpu main_gpu num_thread num_keep use_mmap numa low_vram f16_kv vocab_only use_mlock "
 OLLAMA += "penalize_newline tfs_z draft_num_predict"
 RESPONSES = "include truncation reasoning max_tool_calls stream_options user "

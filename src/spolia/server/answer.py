@@ -16,8 +16,18 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from spolia.engine import DEFAULT_PRIORITY, Delta, RequestOutput, SamplingParams, SessionTurn, TokenStream, Wish
+from spolia.engine import (
+    DEFAULT_PRIORITY,
+    AsyncEngine,
+    Delta,
+    RequestOutput,
+    SamplingParams,
+    SessionTurn,
+    TokenStream,
+    Wish,
+)
 from spolia.errors import InvalidRequest, Overloaded
+from spolia.generation import Stage
 from spolia.server.access import Caller, current_caller
 from spolia.server.conversations import Conversation
 from spolia.server.errors import TookTooLong
@@ -38,8 +48,10 @@ class Answer:
 
     Attributes:
         id: of the whole answer; the engine's requests are `id-choice`.
+        submitted_s: by `time.perf_counter`.
         outputs: by choice, those that have ended.
         num_moved_lines: that the canonicaliser moved; None if it was not asked for.
+        is_prompt_only: the client wants the prompt computed and no token; the one that comes is not shown.
     """
 
     def __init__(
@@ -52,20 +64,23 @@ class Answer:
     ) -> None:
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self.created = int(time.time())
+        self.submitted_s = time.perf_counter()
         self.outputs: dict[int, RequestOutput] = {}
         self.num_moved_lines: int | None = None
+        self.is_prompt_only = False
         self._served = served
         self._engine = served.engine
         self._num_choices = num_choices
         self._streams: list[TokenStream] = []
         self._last_token_s: dict[int, float] = {}
+        self._num_tokens: Counter[int] = Counter()  # by choice, so far
         self._messages = messages
         self._turn = turn
         self._explained: dict[int, Explained] = {}
         self._caller = current_caller()
         self._deadline: asyncio.TimerHandle | None = None
         self._is_read = False
-        self._is_out_of_time = False
+        self._ended_by: str | None = None
 
     @classmethod
     def submit(
@@ -80,11 +95,14 @@ class Answer:
         wishes: Sequence[Wish] = (),
         messages: Sequence[Mapping[str, Any]] | None = None,
         turn: SessionTurn | None = None,
+        is_limit_soft: bool = False,
     ) -> Answer:
         """Queue each prompt with each of `params`, or nothing at all.
 
         Args:
             kind: the id's first word, which tells endpoints apart.
+            is_limit_soft: a `max_tokens` that the context has no room for is no error, but as many as fit: so it is
+                with clients that always send a large one.
             messages: the history (see `conversations`) that the prompt was rendered from, if it was.
             turn: of a session, which the answer becomes part of.
 
@@ -97,7 +115,12 @@ class Answer:
             turn.begin()
         try:
             return cls(kind, served, len(params), messages, turn)._submit(
-                prompts, params, cache_salt=cache_salt, max_waiting=max_waiting, wishes=wishes
+                prompts,
+                params,
+                cache_salt=cache_salt,
+                max_waiting=max_waiting,
+                wishes=wishes,
+                is_limit_soft=is_limit_soft,
             )
         except BaseException:
             if turn is not None:
@@ -112,6 +135,7 @@ class Answer:
         cache_salt: str,
         max_waiting: int,
         wishes: Sequence[Wish],
+        is_limit_soft: bool,
     ) -> Answer:
         answer, served = self, self._served
         num_asked = len(prompts) * len(params)
@@ -130,6 +154,8 @@ class Answer:
         try:
             for choice, (prompt, choice_params) in enumerate(itertools.product(prompts, params)):
                 id_ = f"{answer.id}-{choice}"
+                if is_limit_soft and len(prompt) + (choice_params.max_tokens or 0) > served.engine.context_tokens:
+                    choice_params = replace(choice_params, max_tokens=None)
                 stream = served.engine.generate(
                     prompt,
                     choice_params,
@@ -148,12 +174,27 @@ class Answer:
         return answer
 
     def _time_out(self) -> None:
-        self._is_out_of_time = True
+        self.cut(_TIMEOUT)
+
+    def cut(self, reason: str) -> None:
+        """End what has not ended; the answer so far counts as one that reached a limit, for this `stop_reason`."""
+        self._ended_by = reason
         self.abort()
+
+    def decisions(self, choice: int) -> tuple[tuple[Stage, ...], ...]:
+        """Those of the tokens so far, where `explain_candidates` asked for them."""
+        return self._streams[choice].request.decisions or ()
+
+    def params(self, choice: int) -> SamplingParams:
+        return self._streams[choice].request.params
 
     @property
     def model(self) -> str:
         return self._served.name
+
+    @property
+    def engine(self) -> AsyncEngine:
+        return self._engine
 
     @property
     def fingerprint(self) -> str:
@@ -228,6 +269,13 @@ class Answer:
             drafts=self._drafts(),
         )
 
+    def usage_so_far(self) -> Usage:
+        """Tokens of prompts and answers, while they come; how much of the prompts was reused is told at the end."""
+        firsts = range(0, len(self._streams), self._num_choices)
+        num_prompt = sum(len(self._streams[choice].request.prompt_token_ids) for choice in firsts)
+        num_completion = self._num_tokens.total()
+        return Usage(num_prompt, num_completion, num_prompt + num_completion)
+
     def _drafts(self) -> CompletionTokensDetails | None:
         """What was drafted; None where nothing was and no prediction came along."""
         outputs = self.outputs.values()
@@ -301,9 +349,12 @@ class Answer:
 
     def _note(self, choice: int, delta: Delta) -> Delta:
         """Measure a delta on its way to the client, and log the last one; what the client is to see of it."""
-        if delta.output is not None and delta.output.finish_reason == "abort" and self._is_out_of_time:
+        if delta.output is not None and delta.output.finish_reason == "abort" and self._ended_by is not None:
             # What clients know of limits. "abort" is no word of theirs, and strict ones refuse the whole answer for it.
-            delta = replace(delta, output=replace(delta.output, finish_reason="length", stop_reason=_TIMEOUT))
+            delta = replace(delta, output=replace(delta.output, finish_reason="length", stop_reason=self._ended_by))
+        if self.is_prompt_only:
+            delta = _without_tokens(delta)
+        self._num_tokens[choice] += len(delta.token_ids)
         metrics = self._served.metrics
         now_s = time.perf_counter()
         if delta.token_ids:
@@ -401,6 +452,14 @@ class Answer:
         finally:
             for task in pumps:
                 task.cancel()
+
+
+def _without_tokens(delta: Delta) -> Delta:
+    output = delta.output
+    if output is not None:
+        none = None if output.logprobs is None else ()
+        output = replace(output, text="", token_ids=(), logprobs=none, finish_reason="length", stop_reason=None)
+    return Delta("", (), (), output, delta.prompt_logprobs)
 
 
 def _took_too_long(output: RequestOutput) -> bool:

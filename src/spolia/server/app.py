@@ -91,7 +91,8 @@ def create_app(
 
 
 def _routes(models: ServedModels, config: ServerConfig, mcp: McpChat) -> list[Route]:
-    """Every API's."""
+    """Every API's, and what llama.cpp's clients call without /v1."""
+    complete, chat = CompletionEndpoint(models, config), ChatEndpoint(models, config, mcp.respond)
     return [
         *StatusEndpoints(models).routes(),
         *PageEndpoints(models).routes(),
@@ -99,8 +100,11 @@ def _routes(models: ServedModels, config: ServerConfig, mcp: McpChat) -> list[Ro
         *CacheAdminEndpoints(models, config).routes(),
         *SessionEndpoints(models, config).routes(),
         *TokenizeEndpoints(models, config).routes(),
-        Route("POST", "/v1/completions", CompletionEndpoint(models, config).respond, CompletionRequest),
-        Route("POST", "/v1/chat/completions", ChatEndpoint(models, config, mcp.respond).respond, ChatRequest),
+        Route("POST", "/v1/completions", complete.respond, CompletionRequest),
+        Route("POST", "/v1/completions/render", complete.render, CompletionRequest),
+        Route("POST", "/v1/chat/completions", chat.respond, ChatRequest),
+        Route("POST", "/v1/chat/completions/render", chat.render, ChatRequest),
+        Route("POST", "/chat/completions", chat.respond, ChatRequest),
         *EmbeddingEndpoint(models, config).routes(),
         *ResponsesEndpoints(models, config).routes(),
         *AnthropicEndpoints(models, config).routes(),

@@ -19,10 +19,10 @@ from spolia.engine import Pin
 from spolia.errors import InvalidRequest, Overloaded
 from spolia.server.access import current_caller
 from spolia.server.body import read_body
-from spolia.server.chat import encode_chat
 from spolia.server.config import ServerConfig
 from spolia.server.encoding import encode
 from spolia.server.errors import UnknownThing
+from spolia.server.prompting import encode_chat
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
 

@@ -28,11 +28,11 @@ from spolia.errors import InvalidRequest, Overloaded
 from spolia.server.access import current_caller, tenant_salt
 from spolia.server.answer import Answer
 from spolia.server.body import BodyDeadlines, read_body
-from spolia.server.chat import encode_chat
 from spolia.server.config import ServerConfig
 from spolia.server.encoding import encode
 from spolia.server.errors import Forbidden
 from spolia.server.hot_changes import Change, ConfigChange, apply_changes, describe
+from spolia.server.prompting import encode_chat
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
 from spolia.server.sessions import find_session

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,6 +14,7 @@ from spolia.engine import Delta, RequestOutput, TokenLogprobs, Wish
 from spolia.errors import InvalidRequest
 from spolia.generation import ReasoningSplitter
 from spolia.models import Model, Tokenizer
+from spolia.server.access import note_request_id
 from spolia.server.answer import Answer
 from spolia.server.beams import beam_search
 from spolia.server.body import read_body
@@ -23,7 +24,8 @@ from spolia.server.config import ServerConfig
 from spolia.server.contrastive import contrastive_search
 from spolia.server.conversations import history
 from spolia.server.encoding import encode, params_of_choices
-from spolia.server.rendering import Extras, prompt_logprobs, respond
+from spolia.server.prompting import encode_chat, prompt_options, render_chat
+from spolia.server.rendering import Extras, prompt_logprobs, rendered_prompt, respond
 from spolia.server.replies import (
     ChatChoice,
     ChatChunk,
@@ -44,40 +46,7 @@ from spolia.server.served import ServedModel, ServedModels
 from spolia.server.sessions import chat_turn, find_session
 from spolia.server.toolcalls import CallArguments, CallBegan, Text, ToolCallParser, ToolUse, gather
 
-__all__ = ["ChatEndpoint", "encode_chat", "render_chat"]
-
-
-def render_chat(
-    model: Model,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tool_use: ToolUse | None = None,
-    add_generation_prompt: bool = True,
-    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    prefill: str = "",
-) -> str:
-    """A conversation as the model was trained to see it, with the beginning of a call where it must call.
-
-    Raises:
-        InvalidRequest: messages that are not well-formed or that the template refuses, or a model without one.
-    """
-    if model.chat_template is None:
-        raise InvalidRequest(
-            f"{model.name} has no chat template: it is a base model; use /v1/completions", code="no_chat_template"
-        )
-    tools = None if tool_use is None else tool_use.tools
-    text = model.chat_template.render(
-        chat_messages(messages), tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
-    )
-    if tool_use is not None:
-        text += tool_use.beginning(model)
-    return text + prefill
-
-
-async def encode_chat(model: Model, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-    """Token ids of a conversation; `options` and errors are those of `render_chat`."""
-    # The template writes the special tokens itself.
-    return await encode(model.tokenizer, render_chat(model, messages, **options), add_special=False)
+__all__ = ["ChatEndpoint"]
 
 
 McpResponder: TypeAlias = Callable[[Request, ChatRequest, ServedModel], Awaitable[Response]]
@@ -96,26 +65,33 @@ class ChatEndpoint:
         body = await read_body(request, ChatRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         body.check()
+        note_request_id(body.request_id)
         if body.mcp:
             return await self._mcp(request, body, served)
         num_moved_lines = None
         if body.canonicalise:
             body.messages, num_moved_lines = canonical(body.messages)
         model = served.engine.model
-        tool_use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
-        options: dict[str, Any] = {"tool_use": tool_use, "template_kwargs": body.chat_template_kwargs or {}}
-        add_generation_prompt = body.add_generation_prompt is not False
+        options = prompt_options(body, model)
+        tool_use: ToolUse | None = options["tool_use"]
         turn = None
         said: Sequence[Mapping[str, Any]] = body.messages
         if body.session is None:
-            ids = await encode_chat(model, body.messages, add_generation_prompt=add_generation_prompt, **options)
+            ids = await encode_chat(model, body.messages, add_special=bool(body.add_special_tokens), **options)
         else:
+            if body.continue_final_message:
+                raise InvalidRequest(
+                    "a session goes on after its last answer; continue_final_message has no place in it",
+                    param="continue_final_message",
+                )
             turn = await chat_turn(
                 find_session(served, body.session, body.cache_salt),
                 model.tokenizer,
                 chat_messages(body.messages),
                 lambda messages, generate: render_chat(
-                    model, messages, add_generation_prompt=generate and add_generation_prompt, **options
+                    model,
+                    messages,
+                    **{**options, "add_generation_prompt": generate and options["add_generation_prompt"]},
                 ),
             )
             ids, said = turn.prompt_ids, turn.messages
@@ -148,6 +124,22 @@ class ChatEndpoint:
         answer.num_moved_lines = num_moved_lines
         return await respond(request, body, answer, _ChatRendering(body, answer, model.tokenizer, parsers, thoughts))
 
+    async def render(self, request: Request) -> Response:
+        """The prompt that a conversation becomes, as token ids and as text, without an answer."""
+        body = await read_body(request, ChatRequest, max_bytes=self._config.max_body_bytes)
+        served = await self._models.ready(body.model)
+        body.check()
+        if body.session is not None or body.mcp:
+            name = "mcp" if body.mcp else "session"
+            raise InvalidRequest(f"{name} is only known when there is an answer; leave it out", param=name)
+        if body.canonicalise:
+            body.messages, _ = canonical(body.messages)
+        model = served.engine.model
+        options = prompt_options(body, model)
+        ids = await encode_chat(model, body.messages, add_special=bool(body.add_special_tokens), **options)
+        rendered = rendered_prompt("chatcmpl", served, body, ids, body.sampling_params(0))
+        return Response(msgspec.json.encode(rendered), media_type="application/json")
+
 
 def _thoughts(body: ChatRequest, model: Model, prompt_ids: list[int]) -> list[ReasoningSplitter] | None:
     """What tells each choice's thoughts from its answer; None for a model that does not think in tags."""
@@ -167,7 +159,11 @@ async def _marked(model: Model, body: ChatRequest, ids: Sequence[int], options: 
         return []
     index, ttl_s = mark
     try:
-        text = render_chat(model, body.messages[: index + 1], add_generation_prompt=False, **options)
+        text = render_chat(
+            model,
+            body.messages[: index + 1],
+            **{**options, "add_generation_prompt": False, "continue_final_message": False},
+        )
     except InvalidRequest:  # a template that takes the whole and not this part of it
         return []
     beginning = await encode(model.tokenizer, text, add_special=False)
@@ -197,13 +193,15 @@ class _ChatRendering:
         self._tokenizer = tokenizer
         self._with_ids = bool(body.return_token_ids)
         self._with_prompt_logprobs = body.prompt_logprobs is not None
+        self._with_names = not body.return_tokens_as_token_ids
+        self._echo = str(body.messages[-1].get("content") or "") if body.echo else ""
         self._begun: set[int] = set()
 
     def whole(self, outputs: Sequence[RequestOutput], extras: Extras) -> ChatReply:
         choices = [
             ChatChoice(
                 index=index,
-                message=self._thoughtful_message(index, output.text),
+                message=self._echoing(self._thoughtful_message(index, output.text)),
                 logprobs=None if output.logprobs is None else self._logprobs(output.logprobs),
                 finish_reason=self._finish_reason(index, output),
                 stop_reason=output.stop_reason,
@@ -215,6 +213,7 @@ class _ChatRendering:
         answer = self._answer
         reply = ChatReply(answer.id, answer.created, answer.model, choices, usage=extras.usage, spolia=extras.spolia)
         reply.system_fingerprint = answer.fingerprint
+        reply.timings = extras.timings
         if self._with_prompt_logprobs:
             reply.prompt_logprobs = prompt_logprobs(outputs[0].prompt_logprobs, self._tokenizer)
         return reply
@@ -224,6 +223,8 @@ class _ChatRendering:
         if choice not in self._begun:
             self._begun.add(choice)
             part.delta.role = "assistant"
+            if self._echo:
+                part.delta.content = self._echo + (part.delta.content or "")
             if self._with_ids:
                 part.prompt_token_ids = self._answer.prompt_token_ids(choice)
         if delta.logprobs:
@@ -240,8 +241,17 @@ class _ChatRendering:
             chunk.prompt_logprobs = prompt_logprobs(delta.prompt_logprobs, self._tokenizer)
         return chunk
 
+    def blank(self, choice: int) -> ChatChunk:
+        return self._chunk([ChatChunkChoice(choice, ChatDelta())])
+
     def closing(self, extras: Extras) -> ChatChunk:
         return self._chunk([], extras)
+
+    def _echoing(self, message: ChatMessage) -> ChatMessage:
+        """With the message that was continued before it, if that was asked for."""
+        if self._echo:
+            message.content = self._echo + (message.content or "")
+        return message
 
     def _thoughtful_message(self, choice: int, text: str) -> ChatMessage:
         """`_message`, with thoughts apart."""
@@ -301,7 +311,9 @@ class _ChatRendering:
 
     def _chunk(self, choices: list[ChatChunkChoice], extras: Extras = Extras()) -> ChatChunk:  # noqa: B008
         answer = self._answer
-        return ChatChunk(answer.id, answer.created, answer.model, choices, usage=extras.usage, spolia=extras.spolia)
+        chunk = ChatChunk(answer.id, answer.created, answer.model, choices, usage=extras.usage, spolia=extras.spolia)
+        chunk.system_fingerprint = answer.fingerprint
+        return chunk
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
         return ChatLogprobs(
@@ -316,7 +328,8 @@ class _ChatRendering:
 
     def _named(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         """Text, logprob, bytes: a token may be part of a character, which only its bytes can tell."""
-        return self._tokenizer.token_text(token_id), logprob, list(self._tokenizer.token_bytes(token_id))
+        name = self._tokenizer.token_text(token_id) if self._with_names else f"token_id:{token_id}"
+        return name, logprob, list(self._tokenizer.token_bytes(token_id))
 
 
 def _call_delta(part: CallBegan | CallArguments) -> ToolCallDelta:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,6 +12,7 @@ from starlette.responses import Response
 from spolia.engine import Delta, RequestOutput, TokenLogprobs
 from spolia.errors import InvalidRequest
 from spolia.models import Tokenizer
+from spolia.server.access import note_request_id
 from spolia.server.answer import Answer
 from spolia.server.beams import beam_search
 from spolia.server.body import read_body
@@ -18,7 +20,7 @@ from spolia.server.config import ServerConfig
 from spolia.server.contrastive import contrastive_search
 from spolia.server.encoding import encode, params_of_choices
 from spolia.server.fill_in import infill_ids
-from spolia.server.rendering import Extras, prompt_logprobs, respond
+from spolia.server.rendering import Extras, prompt_logprobs, rendered_prompt, respond
 from spolia.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply
 from spolia.server.schema import CompletionRequest, prompts
 from spolia.server.search import respond_with_search
@@ -40,6 +42,7 @@ class CompletionEndpoint:
         body = await read_body(request, CompletionRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         body.check()
+        note_request_id(body.request_id)
         tokenizer = served.engine.model.tokenizer
         asked = prompts(body)
         turn = None
@@ -48,10 +51,8 @@ class CompletionEndpoint:
                 raise InvalidRequest("a session takes one prompt a turn, and no suffix", param="prompt")
             turn = await completion_turn(find_session(served, body.session, body.cache_salt), tokenizer, asked[0])
             ids = [turn.prompt_ids]
-        elif body.suffix:
-            ids = [infill_ids(tokenizer, prompt, body.suffix) for prompt in asked]
         else:
-            ids = [await encode(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in asked]
+            ids = await _prompt_ids(body, tokenizer)
         echoes = [""] * len(asked)
         if body.echo:
             echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in asked]
@@ -77,7 +78,31 @@ class CompletionEndpoint:
             wishes=body.wishes(),
             turn=turn,
         )
+        answer.is_prompt_only = body.is_prompt_only
         return await respond(request, body, answer, _CompletionRendering(body, answer, tokenizer, echoes))
+
+    async def render(self, request: Request) -> Response:
+        """The prompts as token ids and as text, without answers."""
+        body = await read_body(request, CompletionRequest, max_bytes=self._config.max_body_bytes)
+        served = await self._models.ready(body.model)
+        body.check()
+        if body.session is not None:
+            raise InvalidRequest("session is only known when there is an answer; leave it out", param="session")
+        prompts_ids = await _prompt_ids(body, served.engine.model.tokenizer)
+        params = body.sampling_params(0)
+        rendered = [rendered_prompt("cmpl", served, body, ids, params) for ids in prompts_ids]
+        return Response(msgspec.json.encode(rendered), media_type="application/json")
+
+
+async def _prompt_ids(body: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
+    asked = prompts(body)
+    if body.suffix:
+        return [infill_ids(tokenizer, prompt, body.suffix) for prompt in asked]
+    add_special = body.add_special_tokens is not False
+    return [
+        await encode(tokenizer, prompt, add_special=add_special) if isinstance(prompt, str) else prompt
+        for prompt in asked
+    ]
 
 
 class _CompletionRendering:
@@ -93,6 +118,7 @@ class _CompletionRendering:
         self._with_ids = bool(body.return_token_ids)
         self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._with_logprobs = body.logprobs is not None
+        self._with_names = not body.return_tokens_as_token_ids
         self._offsets: dict[int, int] = {}  # by choice that has begun: characters its tokens have had so far
 
     def whole(self, outputs: Sequence[RequestOutput], extras: Extras) -> CompletionReply:
@@ -112,7 +138,7 @@ class _CompletionRendering:
             for index, output in enumerate(outputs)
         ]
         reply = self._reply(choices, extras)
-        reply.system_fingerprint = self._answer.fingerprint
+        reply.timings = extras.timings
         return reply
 
     def chunk(self, choice: int, delta: Delta) -> CompletionReply:
@@ -136,14 +162,19 @@ class _CompletionRendering:
             part.stop_reason = delta.output.stop_reason
         return self._reply([part])
 
+    def blank(self, choice: int) -> CompletionReply:
+        return self._reply([CompletionChoice(choice, "")])
+
     def closing(self, extras: Extras) -> CompletionReply:
         return self._reply([], extras)
 
     def _reply(self, choices: list[CompletionChoice], extras: Extras = Extras()) -> CompletionReply:  # noqa: B008
         answer = self._answer
-        return CompletionReply(
+        reply = CompletionReply(
             answer.id, answer.created, answer.model, choices, usage=extras.usage, spolia=extras.spolia
         )
+        reply.system_fingerprint = answer.fingerprint
+        return reply
 
     def _all_logprobs(self, choice: int, output: RequestOutput) -> CompletionLogprobs | None:
         """Those of the answer, after those of the prompt if it is echoed."""
@@ -159,21 +190,22 @@ class _CompletionRendering:
         """Those of the prompt, if it is echoed and log-probabilities were asked for; its first token has none."""
         if not self._echoes[choice] or prompt is None or not self._with_logprobs:
             return None
-        first = self._tokenizer.token_text(first_id)
-        self._offsets[choice] = len(first)
-        return CompletionLogprobs([first], [None], [None], [0]) + self._logprobs(choice, prompt)
+        self._offsets[choice] = len(self._tokenizer.token_text(first_id))
+        return CompletionLogprobs([self._name(first_id)], [None], [None], [0]) + self._logprobs(choice, prompt)
+
+    def _name(self, token_id: int) -> str:
+        return self._tokenizer.token_text(token_id) if self._with_names else f"token_id:{token_id}"
 
     def _logprobs(self, choice: int, tokens: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        text = self._tokenizer.token_text
         columns = CompletionLogprobs([], [], [], [])
         offset = self._offsets.get(choice, 0)
         for token in tokens:
-            token_text = text(token.token_id)
-            columns.tokens.append(token_text)
+            name = self._name(token.token_id)
+            columns.tokens.append(name)
             columns.token_logprobs.append(token.logprob)
             # OpenAI lists the sampled token too, wherever it ranks.
-            columns.top_logprobs.append({**{text(id_): p for id_, p in token.top}, token_text: token.logprob})
+            columns.top_logprobs.append({**{self._name(id_): p for id_, p in token.top}, name: token.logprob})
             columns.text_offset.append(offset)
-            offset += len(token_text)
+            offset += len(self._tokenizer.token_text(token.token_id))
         self._offsets[choice] = offset
         return columns

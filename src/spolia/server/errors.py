@@ -1,8 +1,9 @@
 """Errors with the right status, in the shape that the clients of each API know.
 
 OpenAI's, and ours   {"error": {"message", "type", "param", "code"}}
-Anthropic's          {"type": "error", "error": {"type", "message"}}     under /v1/messages
+Anthropic's          {"type": "error", "error": {"type", "message"}, "request_id"}   under /v1/messages
 Ollama's             {"error": "message"}                                under /api
+llama.cpp's          {"error": {"code", "message", "type", "param"}}     of its own paths; the code is the status
 
 InvalidRequest 400 · Unauthorized 401 · Forbidden 403 · UnknownModel, UnknownThing, UnknownSession 404 ·
 BodyTooSlow 408 · SessionBusy, SessionConflict 409 · BodyTooLarge 413 · Overloaded 429 · NotReady 503 ·
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from http import HTTPStatus
 
 import msgspec
@@ -38,6 +40,7 @@ __all__ = [
     "handle_disconnect",
     "handle_error",
     "handle_http_exception",
+    "llamacpp_error_body",
     "ollama_error_body",
 ]
 
@@ -145,8 +148,17 @@ _ANTHROPIC_TYPES = {
 }
 
 
+# llama.cpp's words, where they are not OpenAI's, and the paths that only it has.
+_LLAMACPP_TYPES = {404: "not_found_error", 501: "not_supported_error", 503: "unavailable_error"}
+_LLAMACPP_PATHS = re.compile(r"/(completions?|infill|embeddings?|apply-template|props|slots(/.*)?|lora-adapters)")
+
+
 def anthropic_error_body(error: Exception) -> bytes:
     return _in_shape("/v1/messages", _kind(error)[0], error_body(error))
+
+
+def llamacpp_error_body(error: Exception) -> bytes:
+    return _in_shape("/completion", _kind(error)[0], error_body(error))
 
 
 def ollama_error_body(error: Exception) -> bytes:
@@ -155,12 +167,17 @@ def ollama_error_body(error: Exception) -> bytes:
 
 def _in_shape(path: str, status: int, body: bytes) -> bytes:
     """`body`, which is in OpenAI's shape, as the clients of `path` know it."""
-    message = msgspec.json.decode(body, type=_Envelope).error.message
+    error = msgspec.json.decode(body, type=_Envelope).error
     if path.startswith("/v1/messages"):
         kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
     if path.startswith("/api/"):
-        return msgspec.json.encode({"error": message})
+        return msgspec.json.encode({"error": error.message})
+    if _LLAMACPP_PATHS.fullmatch(path):
+        is_too_long = error.code == "context_length_exceeded"
+        kind = "exceed_context_size_error" if is_too_long else _LLAMACPP_TYPES.get(status, error.type)
+        shown = {"code": status, "message": error.message, "type": kind, "param": error.param}
+        return msgspec.json.encode({"error": shown})
     return body
 
 

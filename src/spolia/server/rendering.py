@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import fields, replace
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spolia.engine import Delta, RequestOutput, TokenLogprobs
+from spolia.engine import Delta, RequestOutput, SamplingParams, TokenLogprobs
 from spolia.errors import SpoliaError
 from spolia.models import Tokenizer
 from spolia.server.answer import Answer
 from spolia.server.errors import error_body
-from spolia.server.replies import PromptLogprob, Usage
-from spolia.server.resuming import ResumableStreams
+from spolia.server.replies import ChatChunk, CompletionReply, Progress, PromptLogprob, Usage
+from spolia.server.resuming import stream
 from spolia.server.schema import SamplingRequest
-from spolia.server.sse import DONE, EventStream, watch_for_disconnect
+from spolia.server.served import ServedModel
+from spolia.server.sse import DONE, watch_for_disconnect
+from spolia.server.timings import Stopwatch, timings_of, with_progress
 
-__all__ = ["Extras", "Rendering", "prompt_logprobs", "respond"]
+__all__ = ["Extras", "Rendering", "prompt_logprobs", "rendered_prompt", "respond"]
 
 
 class Extras(msgspec.Struct, frozen=True):
@@ -29,6 +32,10 @@ class Extras(msgspec.Struct, frozen=True):
 
     usage: Usage | UnsetType = UNSET
     spolia: dict[str, Any] | UnsetType = UNSET
+    timings: dict[str, float] | UnsetType = UNSET
+
+
+Chunk: TypeAlias = ChatChunk | CompletionReply
 
 
 class Rendering(Protocol):
@@ -37,8 +44,11 @@ class Rendering(Protocol):
     def whole(self, outputs: Sequence[RequestOutput], extras: Extras) -> msgspec.Struct:
         """The answer to a request that does not stream; an output a choice."""
 
-    def chunk(self, choice: int, delta: Delta) -> msgspec.Struct | None:
+    def chunk(self, choice: int, delta: Delta) -> Chunk | None:
         """A delta of one choice; None if it has nothing to show yet."""
+
+    def blank(self, choice: int) -> Chunk:
+        """A chunk of one choice that adds nothing to it."""
 
     def closing(self, extras: Extras) -> msgspec.Struct:
         """The last chunk, which has no choice."""
@@ -55,14 +65,31 @@ def prompt_logprobs(
     return rows
 
 
+def rendered_prompt(
+    kind: str, served: ServedModel, body: SamplingRequest, ids: Sequence[int], params: SamplingParams
+) -> dict[str, Any]:
+    """What an engine would be given for a prompt, as vLLM's render endpoints say it; `sampling_params` that differ."""
+    plain = SamplingParams()
+    names = [each.name for each in fields(params) if getattr(params, each.name) != getattr(plain, each.name)]
+    given = {name: getattr(params, name) for name in names}
+    return {
+        "request_id": f"{kind}-{uuid.uuid4().hex}",
+        "token_ids": list(ids),
+        "prompt": served.engine.model.tokenizer.decode(list(ids), skip_special=False),
+        "model": served.name,
+        "sampling_params": msgspec.to_builtins(given, enc_hook=str),
+        "stream": bool(body.stream),
+        "cache_salt": body.cache_salt,
+        "priority": body.priority,
+    }
+
+
 async def respond(request: Request, body: SamplingRequest, answer: Answer, rendering: Rendering) -> Response:
     """The response to `request`. Its client's going away aborts `answer`."""
     headers = {"x-request-id": answer.id}
-    if body.stream and body.resumable:
-        streams: ResumableStreams = request.app.state.resumable_streams
-        return streams.open(answer.id, _events(body, answer, rendering), abort=answer.abort, headers=headers)
     if body.stream:
-        return EventStream(_events(body, answer, rendering), on_disconnect=answer.abort, headers=headers)
+        events = _events(body, answer, rendering)
+        return stream(request, answer.id, events, abort=answer.abort, headers=headers, is_resumable=body.resumable)
     with watch_for_disconnect(request.receive, answer.abort):
         outputs = _best(await answer.finish(), body)
     extras = _extras(body, answer, usage=True)
@@ -92,19 +119,28 @@ async def _events(body: SamplingRequest, answer: Answer, rendering: Rendering) -
     """What fails in mid-stream is told by the last event, and then there is no `[DONE]`."""
     encode = msgspec.json.Encoder().encode
     with_ids = bool(body.return_token_ids)
+    with_usage = body.stream_options is not None and body.stream_options.continuous_usage_stats
+    watches: dict[int, Stopwatch] = {}
     try:
-        async for choice, delta in answer.deltas():
+        async for choice, item in with_progress(answer, answer.engine) if body.return_progress else answer.deltas():
+            if isinstance(item, Progress):
+                blank = rendering.blank(choice)
+                blank.prompt_progress = item
+                yield b"data: %b\n\n" % encode(blank)
+                continue
             # A token that only began a character has nothing to show, unless its id or its logprob was asked for.
-            if (
-                delta.text
-                or delta.logprobs
-                or delta.output is not None
-                or with_ids
-                or delta.prompt_logprobs is not None
+            if not (
+                item.text or item.logprobs or item.output is not None or with_ids or item.prompt_logprobs is not None
             ):
-                chunk = rendering.chunk(choice, delta)
-                if chunk is not None:
-                    yield b"data: %b\n\n" % encode(chunk)
+                continue
+            chunk = rendering.chunk(choice, item)
+            if chunk is not None:
+                if with_usage:
+                    chunk.usage = answer.usage_so_far()
+                if body.timings_per_token:
+                    watch = watches.setdefault(choice, Stopwatch(answer, choice))
+                    chunk.timings = await watch.read(item)
+                yield b"data: %b\n\n" % encode(chunk)
     except SpoliaError as error:
         yield b"data: %b\n\n" % error_body(error)
         return
@@ -118,4 +154,5 @@ def _extras(body: SamplingRequest, answer: Answer, *, usage: bool) -> Extras:
     return Extras(
         usage=answer.usage() if usage else UNSET,
         spolia=answer.explanation() if body.explain else UNSET,
+        timings=timings_of(answer.outputs[0]) if body.timings_per_token and not body.stream else UNSET,
     )

@@ -28,6 +28,7 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "ModelMemory",
+    "Progress",
     "PromptLogprob",
     "PromptTokensDetails",
     "TokenizeReply",
@@ -65,7 +66,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
     moved_lines: int | UnsetType = UNSET
     shifted_tokens: int | UnsetType = UNSET
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
@@ -116,6 +117,15 @@ class CompletionLogprobs(msgspec.Struct):
         )
 
 
+class Progress(msgspec.Struct, frozen=True):
+    """How far a choice's prompt has come, as llama.cpp has it: of `total` tokens, `processed`; `cache` were reused."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
 class PromptLogprob(msgspec.Struct, frozen=True):
     logprob: float
     decoded_token: str
@@ -143,6 +153,8 @@ class CompletionReply(msgspec.Struct):
     usage: Usage | UnsetType = UNSET
     system_fingerprint: str | UnsetType = UNSET
     spolia: dict[str, Any] | UnsetType = UNSET
+    timings: dict[str, float] | UnsetType = UNSET
+    prompt_progress: Progress | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -214,6 +226,7 @@ class ChatReply(msgspec.Struct):
     system_fingerprint: str | UnsetType = UNSET
     spolia: dict[str, Any] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    timings: dict[str, float] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -241,16 +254,19 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
     usage: Usage | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET
     spolia: dict[str, Any] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    timings: dict[str, float] | UnsetType = UNSET
+    prompt_progress: Progress | UnsetType = UNSET
 
 
 class ModelCard(msgspec.Struct):
     """As OpenAI's clients and Anthropic's read it.
 
-    `max_model_len` is vLLM's; `vocab_size` lets a benchmark make token ids. Both are unknown unless it is in memory.
-    `status` is "ready", "loading", "unloaded" (its next request loads it) or "failed"; `reason` says why not ready.
-    Bytes are those in memory; times are Unix times.
+    `meta` is llama.cpp's, `max_model_len` vLLM's; `vocab_size` lets a benchmark make token ids. All are unknown unless
+    it is in memory. `status` is "ready", "loading", "unloaded" (its next request loads it) or "failed"; `reason` says
+    why not ready. Bytes are those in memory; times are Unix times.
     """
 
     id: str
@@ -260,7 +276,10 @@ class ModelCard(msgspec.Struct):
     status: str
     reason: str | None = None
     max_model_len: int | None = None
+    max_input_tokens: int | None = None
+    max_tokens: int | None = None
     vocab_size: int | None = None
+    meta: dict[str, int] | None = None
     weights_bytes: int = 0
     kv_bytes: int = 0
     num_requests: int = 0
@@ -270,6 +289,9 @@ class ModelCard(msgspec.Struct):
     object: str = "model"
     type: str = "model"
     owned_by: str = "spolia"
+    root: str | None = None
+    parent: str | None = None
+    lifecycle: str = "active"
 
 
 class ModelMemory(msgspec.Struct):

@@ -1,8 +1,9 @@
 """Streams that outlive their connection: `"resumable": true` in a request, `GET /v1/streams/{id}` after a drop.
 
-Generation goes on while nobody reads. Each event has a number, told as SSE's `id:`; a client that comes back says the
-last one it saw (`Last-Event-ID`, or `?after=`), and gets the rest as it comes. A stream is kept for five minutes after
-its last reader has gone, or after its end; one that nobody comes back to, or ever came to, is aborted then.
+Generation goes on while nobody reads. Each event has a number, told as SSE's `id:`; lines of JSON are counted from 0.
+A client that comes back says the last one it saw (`Last-Event-ID`, or `?after=`), and gets the rest as it comes. A
+stream is kept for five minutes after its last reader has gone, or after its end; one that nobody comes back to, or ever
+came to, is aborted then.
 """
 
 from __future__ import annotations
@@ -19,23 +20,36 @@ from spolia.server.errors import UnknownThing
 from spolia.server.routes import Route
 from spolia.server.sse import EventStream
 
-__all__ = ["ResumableStreams"]
+__all__ = ["LineStream", "ResumableStreams", "stream"]
 
 _KEPT_S = 300.0
 _MAX_STREAMS = 1024
+
+
+class LineStream(EventStream):
+    """A JSON object a line."""
+
+    media_type = "application/x-ndjson"
 
 
 class _Stream:
     """One stream's events so far.
 
     Args:
+        kind: how it is sent.
         abort: ends the request behind it.
         forget: drops the stream from its owner.
     """
 
     def __init__(
-        self, tenant: str | None, abort: Callable[[], None], forget: Callable[[], None], kept_s: float
+        self,
+        kind: type[EventStream],
+        tenant: str | None,
+        abort: Callable[[], None],
+        forget: Callable[[], None],
+        kept_s: float,
     ) -> None:
+        self.kind = kind
         self.tenant = tenant
         self.events: list[bytes] = []
         self.is_over = False
@@ -52,13 +66,20 @@ class _Stream:
 
     async def _fill(self, events: AsyncIterator[bytes]) -> None:
         try:
-            async for event in events:
-                self.events.append(b"id: %d\n%b" % (len(self.events), event))
+            async for several in events:
+                for event in self._apart(several):
+                    number = b"" if self.kind is LineStream else b"id: %d\n" % len(self.events)
+                    self.events.append(number + event)
                 self._wake()
         finally:
             self.is_over = True
             self._abort = _nothing  # and with it goes the answer, whose model may leave
             self._wake()
+
+    def _apart(self, several: bytes) -> list[bytes]:
+        """One write's events, each with its end."""
+        end = b"\n" if self.kind is LineStream else b"\n\n"
+        return [event + end for event in several.split(end) if event]
 
     def _wake(self) -> None:
         for reader in self._readers:
@@ -117,7 +138,7 @@ class _Reader:
             self._stream.leave(self)
 
     def response(self, headers: dict[str, str]) -> Response:
-        return EventStream(self.events(), on_disconnect=self.leave, headers=headers)
+        return self._stream.kind(self.events(), on_disconnect=self.leave, headers=headers)
 
 
 class ResumableStreams:
@@ -136,7 +157,13 @@ class ResumableStreams:
         return [Route("GET", "/v1/streams/{stream_id}", self.resume)]
 
     def open(
-        self, stream_id: str, events: AsyncIterator[bytes], *, abort: Callable[[], None], headers: dict[str, str]
+        self,
+        stream_id: str,
+        events: AsyncIterator[bytes],
+        *,
+        kind: type[EventStream] = EventStream,
+        abort: Callable[[], None],
+        headers: dict[str, str],
     ) -> Response:
         """The response that reads a new stream from its beginning.
 
@@ -146,7 +173,7 @@ class ResumableStreams:
         if len(self._by_id) >= self._max_streams:
             abort()
             raise Overloaded(f"{self._max_streams} resumable streams are kept, as many as may; leave `resumable` out")
-        stream = _Stream(current_caller().tenant, abort, lambda: self._forget(stream_id), self._kept_s)
+        stream = _Stream(kind, current_caller().tenant, abort, lambda: self._forget(stream_id), self._kept_s)
         self._by_id[stream_id] = stream
         stream.start(events)
         return _Reader(stream, 0).response(headers)
@@ -170,3 +197,27 @@ class ResumableStreams:
 
     def _forget(self, stream_id: str) -> None:
         self._by_id.pop(stream_id, None)  # a reader that found it may come in just after its time is up, and leave
+
+
+def stream(
+    request: Request,
+    stream_id: str,
+    events: AsyncIterator[bytes],
+    *,
+    abort: Callable[[], None],
+    headers: dict[str, str],
+    is_resumable: bool | None,
+    kind: type[EventStream] = EventStream,
+) -> Response:
+    """The response that sends `events`: one that ends with its connection, or one that can be resumed.
+
+    Args:
+        abort: ends the request behind it.
+
+    Raises:
+        Overloaded: too many resumable streams are kept; nothing was begun.
+    """
+    if not is_resumable:
+        return kind(events, on_disconnect=abort, headers=headers)
+    streams: ResumableStreams = request.app.state.resumable_streams
+    return streams.open(stream_id, events, kind=kind, abort=abort, headers=headers)

@@ -13,7 +13,7 @@ import msgspec
 from spolia.engine import StructuredOutput
 from spolia.errors import InvalidRequest
 
-__all__ = ["SamplingFields"]
+__all__ = ["SamplingFields", "sampler_names"]
 
 # llama.cpp's spelling: ours.
 _ALIASES = {
@@ -26,6 +26,17 @@ _ALIASES = {
 # Names in `samplers` that are ours under another name, or no filter of ours: penalties and DRY always come first.
 _FILTER_ALIASES = {"typ_p": "typical_p", "temp": "temperature"}
 _NO_FILTERS = ("penalties", "dry")
+_SAMPLER_LETTERS = {
+    "e": "penalties",
+    "d": "dry",
+    "s": "top_n_sigma",
+    "k": "top_k",
+    "y": "typ_p",
+    "p": "top_p",
+    "m": "min_p",
+    "x": "xtc",
+    "t": "temperature",
+}
 
 # Fields that give the answer a form, with its kind; None where they name the kind themselves.
 _FORMS = {
@@ -126,7 +137,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     grammar: str | None = None
 
     repeat_penalty: float | None = None
-    samplers: list[str] | None = None
+    samplers: list[str] | str | None = None
     min_new_tokens: int | None = None
     typ_p: float | None = None
     thinking_token_budget: int | None = None
@@ -222,5 +233,10 @@ def _prediction(given: dict[str, Any] | str) -> str:
     return content
 
 
-def _filter_order(samplers: list[str]) -> list[str]:
-    return [_FILTER_ALIASES.get(name, name) for name in samplers if name not in _NO_FILTERS]
+def sampler_names(samplers: list[str] | str) -> list[str]:
+    """llama.cpp's names, from a list of them or from a letter each; a letter that it has not is left as it is."""
+    return [_SAMPLER_LETTERS.get(name, name) for name in samplers] if isinstance(samplers, str) else samplers
+
+
+def _filter_order(samplers: list[str] | str) -> list[str]:
+    return [_FILTER_ALIASES.get(name, name) for name in sampler_names(samplers) if name not in _NO_FILTERS]

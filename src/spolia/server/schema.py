@@ -17,7 +17,7 @@ import msgspec
 from spolia.engine import DEFAULT_PRIORITY, SamplingParams, Wish
 from spolia.errors import InvalidRequest
 from spolia.server.sampling import SamplingFields
-from spolia.server.tools import check_tool_calls, check_tools
+from spolia.server.tools import check_tool_calls
 
 __all__ = [
     "ChatRequest",
@@ -30,25 +30,43 @@ __all__ = [
     "chat_messages",
     "decode",
     "prompts",
+    "refuse_unless",
 ]
 
 # Values under which a field that is not supported changes nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
+    "web_search_options": (),
 }
 
 
+def refuse_unless(body: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]]) -> None:
+    """Refuse the fields that `neutral` names, unless they are null or hold a value under which they do nothing.
+
+    Raises:
+        InvalidRequest: naming the field and what it may hold.
+    """
+    for name, values in neutral.items():
+        value = getattr(body, name)
+        if value is not None and value not in values:
+            allowed = ", ".join(msgspec.json.encode(v).decode() for v in values)
+            hint = f"; leave it out or send {allowed}" if allowed else "; leave it out"
+            raise InvalidRequest(f"`{name}` is not supported here{hint}", param=name, code="unsupported_parameter")
+
+
 _MAX_WISHES = 16  # each may split nodes of the cache's tree
+_LONG_PRIORITY = 75  # of what OpenAI's clients want kept for a day
 
 
 class StreamOptions(msgspec.Struct):
+    """`continuous_usage_stats`: usage so far in every chunk, as vLLM has it."""
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Retention(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -68,6 +86,12 @@ class SamplingRequest(SamplingFields, kw_only=True):
     n: int | None = None
     best_of: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    request_id: str | None = None
+    prompt_cache_retention: str | None = None
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     resumable: bool | None = None
@@ -81,11 +105,10 @@ class SamplingRequest(SamplingFields, kw_only=True):
     # Refused unless neutral; see `_NEUTRAL`.
     audio: Any = None
     chat_template: Any = None
-    continue_final_message: Any = None
-    documents: Any = None
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
+    web_search_options: Any = None
 
     # Contrastive search, with `top_k`; see `contrastive`.
     penalty_alpha: float | None = None
@@ -121,6 +144,8 @@ class SamplingRequest(SamplingFields, kw_only=True):
             InvalidRequest: a value that is not allowed.
         """
         asked = list(self.retention or ())
+        if self.prompt_cache_retention == "24h":
+            asked.append(Retention(priority=_LONG_PRIORITY, ttl=24 * 3600.0))
         if self.priority is not None or self.ttl is not None:
             priority = DEFAULT_PRIORITY if self.priority is None else self.priority
             asked.append(Retention(priority=priority, ttl=self.ttl))
@@ -136,7 +161,8 @@ class SamplingRequest(SamplingFields, kw_only=True):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        options = self.stream_options
+        return options is not None and (options.include_usage or options.continuous_usage_stats)
 
     def _sampling_params(self, choice: int, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         given = self.given()
@@ -159,12 +185,12 @@ class SamplingRequest(SamplingFields, kw_only=True):
         Raises:
             InvalidRequest: a field that is not supported, or `n` or `stream_options` out of place.
         """
-        for name, neutral in _NEUTRAL.items():
-            value = getattr(self, name)
-            if value is not None and value not in neutral:
-                allowed = ", ".join(msgspec.json.encode(v).decode() for v in neutral)
-                hint = f"; leave it out or send {allowed}" if allowed else "; leave it out"
-                raise InvalidRequest(f"`{name}` is not supported yet{hint}", param=name, code="unsupported_parameter")
+        refuse_unless(self, _NEUTRAL)
+        if self.prompt_cache_retention not in (None, "in_memory", "in-memory", "24h"):
+            raise InvalidRequest(
+                f"prompt_cache_retention is {self.prompt_cache_retention!r}; it must be in_memory or 24h",
+                param="prompt_cache_retention",
+            )
         if not 1 <= self.num_choices <= 64:
             raise InvalidRequest(f"n is {self.n}; allowed are 1 to 64", param="n")
         if not self.num_choices <= self.num_candidates <= 64:
@@ -184,16 +210,22 @@ class SamplingRequest(SamplingFields, kw_only=True):
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):
-    """`/v1/completions`."""
+    """`/v1/completions`. With `max_tokens` 0 the prompt is computed, for its log-probabilities, and nothing follows."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
 
+    @property
+    def is_prompt_only(self) -> bool:
+        return self.max_tokens == 0
+
     def sampling_params(self, choice: int) -> SamplingParams:
         """The parameters of one of `n` choices. Without `max_tokens`, 16, as OpenAI has it."""
-        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        max_tokens = (
+            16 if self.max_tokens is None else max(1, self.max_tokens) if self.is_prompt_only else self.max_tokens
+        )
         params = self._sampling_params(choice, max_tokens=max_tokens, logprobs=self.logprobs)
         if self.echo and self.logprobs is not None:
             params = replace(params, prompt_logprobs=max(self.logprobs, params.prompt_logprobs or 0))
@@ -211,6 +243,10 @@ class ChatRequest(SamplingRequest, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
     canonicalise: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_format: str | None = None
@@ -238,25 +274,39 @@ class ChatRequest(SamplingRequest, kw_only=True):
             raise InvalidRequest("mcp does not go with beam search or contrastive search", param="mcp")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        check_tools(self.tools)
-        for name in ("messages", "tools", "add_generation_prompt"):
-            if name in (self.chat_template_kwargs or {}):
-                raise InvalidRequest(
-                    f"chat_template_kwargs holds {name!r}, which has a field of its own in the request; send it there",
-                    param="chat_template_kwargs",
-                )
+        if self.echo and not self.continue_final_message:
+            raise InvalidRequest(
+                "echo repeats the message that is continued: it needs continue_final_message", param="echo"
+            )
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """`/tokenize`, as vLLM has it: a prompt, or messages to put through the chat template."""
+    """`/tokenize`: a prompt, or messages to put through the chat template, as vLLM has it; or llama.cpp's `content`.
+
+    Attributes:
+        add_special_tokens: by default of prompts, and not of messages, whose template writes them.
+        add_special, parse_special, with_pieces: go with `content`.
+    """
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    content: str | None = None
+    add_special_tokens: bool | None = None
     return_token_strs: bool = False
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    chat_template: Any = None  # refused
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

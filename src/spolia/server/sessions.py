@@ -29,6 +29,7 @@ from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.conversations import compare_messages
 from spolia.server.encoding import encode
+from spolia.server.prompting import render_chat
 from spolia.server.routes import Route
 from spolia.server.schema import chat_messages
 from spolia.server.served import ServedModel, ServedModels
@@ -264,13 +265,10 @@ class SessionEndpoints:
         if body.prompt is not None:
             session.append(await _added_ids(session, model.tokenizer, body.prompt))
             return await _reply(served, session)
-        template = model.chat_template
-        if template is None:
-            raise InvalidRequest(f"{model.name} has no chat template; send a prompt", param="messages")
         messages = chat_messages(body.messages or [])
 
         def render(all_messages: Sequence[Message], _: bool) -> str:
-            return _up_to_the_reply(lambda each: template.render(each, add_generation_prompt=False), all_messages)
+            return _up_to_the_reply(lambda each: render_chat(model, each, add_generation_prompt=False), all_messages)
 
         turn = await chat_turn(session, model.tokenizer, messages, render)
         turn.abandon()

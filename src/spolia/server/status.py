@@ -31,6 +31,11 @@ class StatusEndpoints:
             Route("GET", "/livez", self.alive),
             Route("GET", "/metrics", self.metrics),
             Route("GET", "/version", self.version),
+            Route("GET", "/v1/health", self.health),
+            Route("GET", "/ping", self.health),
+            Route("POST", "/ping", self.health),
+            Route("GET", "/load", self.load),
+            Route("GET", "/models", self.models),
             Route("GET", "/v1/models", self.models),
             Route("GET", "/v1/models/{name:path}", self.model),
         ]
@@ -46,6 +51,10 @@ class StatusEndpoints:
         if troubles:
             return _json({"status": "unavailable", "reason": "; ".join(troubles)}, status=503)
         return _json({"status": "ok"})
+
+    async def load(self) -> Response:
+        """vLLM's: requests that are being answered, or wait."""
+        return _json({"server_load": sum(served.num_holds for served in self._models.all())})
 
     async def alive(self) -> Response:
         """200 unless a restart would help: also while models load, when `/readyz` and `/health` are 503 still."""
@@ -79,6 +88,7 @@ class StatusEndpoints:
 def _card(served: ServedModel) -> ModelCard:
     created_at = datetime.fromtimestamp(int(served.since_s), UTC).isoformat()
     card = ModelCard(served.name, int(served.since_s), served.name, created_at, served.state, served.trouble)
+    card.root = served.name
     card.num_requests = served.num_holds
     card.num_queued = served.num_queued
     card.is_pinned = served.is_pinned
@@ -89,6 +99,15 @@ def _card(served: ServedModel) -> ModelCard:
         card.vocab_size = engine.model.tokenizer.vocab_size
         card.weights_bytes = engine.weights_bytes
         card.kv_bytes = engine.kv_bytes
+        card.max_input_tokens = card.max_tokens = engine.context_tokens
+        card.meta = {
+            "n_vocab": engine.model.tokenizer.vocab_size,
+            "n_ctx": engine.context_tokens,
+            "n_ctx_train": engine.model.context_length,
+            "n_embd": engine.hidden_size,
+            "n_params": engine.model.num_parameters,
+            "size": engine.model.file_bytes,
+        }
     return card
 
 

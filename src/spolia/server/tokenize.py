@@ -1,22 +1,24 @@
-"""`POST /tokenize` and `POST /detokenize`, as vLLM has them."""
+"""`POST /tokenize` and `POST /detokenize`, as vLLM and llama.cpp have them."""
 
 from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from spolia.errors import InvalidRequest
+from spolia.models import Tokenizer
 from spolia.server.body import read_body
-from spolia.server.chat import encode_chat
 from spolia.server.config import ServerConfig
 from spolia.server.encoding import encode
+from spolia.server.prompting import PromptBody, encode_chat, prompt_options
 from spolia.server.replies import TokenizeReply
 from spolia.server.routes import Route
-from spolia.server.schema import DetokenizeRequest, TokenizeRequest
+from spolia.server.schema import DetokenizeRequest, TokenizeRequest, refuse_unless
 from spolia.server.served import ServedModels
-from spolia.server.toolcalls import ToolUse
-from spolia.server.tools import check_tools
 
 __all__ = ["TokenizeEndpoints"]
 
@@ -37,27 +39,31 @@ class TokenizeEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a chat's prompt."""
         body = await read_body(request, TokenizeRequest, max_bytes=self._config.max_body_bytes)
-        check_tools(body.tools)
+        refuse_unless(body, {"chat_template": ()})
         engine = (await self._models.ready(body.model)).engine
         tokenizer = engine.model.tokenizer
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("send either prompt or messages", param="prompt")
-        if body.prompt is not None:
-            ids = await encode(tokenizer, body.prompt, add_special=body.add_special_tokens)
-        else:
-            ids = await encode_chat(
-                engine.model,
-                body.messages or [],
-                tool_use=ToolUse.of(body.tools, None, None),
-                add_generation_prompt=body.add_generation_prompt,
+        if sum(way is not None for way in (body.prompt, body.messages, body.content)) != 1:
+            raise InvalidRequest("send one of prompt, messages and content", param="prompt")
+        if body.content is not None:
+            ids = await asyncio.to_thread(
+                tokenizer.encode, body.content, add_special=body.add_special, parse_special=body.parse_special
             )
-        reply = TokenizeReply(
-            count=len(ids),
-            max_model_len=engine.context_tokens,
-            tokens=ids,
-            token_strs=[tokenizer.token_text(id_) for id_ in ids] if body.return_token_strs else None,
+            return _json({"tokens": [_with_piece(tokenizer, id_) for id_ in ids] if body.with_pieces else ids})
+        if body.prompt is not None:
+            ids = await encode(tokenizer, body.prompt, add_special=body.add_special_tokens is not False)
+        else:
+            options = prompt_options(cast("PromptBody", body), engine.model)
+            ids = await encode_chat(
+                engine.model, body.messages or [], add_special=bool(body.add_special_tokens), **options
+            )
+        return _json(
+            TokenizeReply(
+                count=len(ids),
+                max_model_len=engine.context_tokens,
+                tokens=ids,
+                token_strs=[tokenizer.token_text(id_) for id_ in ids] if body.return_token_strs else None,
+            )
         )
-        return Response(msgspec.json.encode(reply), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
@@ -69,4 +75,17 @@ class TokenizeEndpoints:
                     f"tokens[{i}] is {id_}; the vocabulary has ids from 0 to {tokenizer.vocab_size - 1}", param="tokens"
                 )
         text = tokenizer.decode(body.tokens, skip_special=False)
-        return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
+        return _json({"prompt": text, "content": text})
+
+
+def _with_piece(tokenizer: Tokenizer, token_id: int) -> dict[str, Any]:
+    """With its text, or its bytes where they are none by themselves."""
+    spelt = tokenizer.token_bytes(token_id)
+    try:
+        return {"id": token_id, "piece": spelt.decode()}
+    except UnicodeDecodeError:
+        return {"id": token_id, "piece": list(spelt)}
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from starlette.requests import Request
 
@@ -12,43 +10,13 @@ from spolia.engine import RequestOutput, SamplingParams, Wish
 from spolia.generation import ReasoningSplitter
 from spolia.models import Model
 from spolia.server.answer import Answer
-from spolia.server.chat import encode_chat
 from spolia.server.conversations import history
+from spolia.server.prompting import Conversation
 from spolia.server.served import ServedModel
 from spolia.server.sse import watch_for_disconnect
-from spolia.server.toolcalls import Part, Text, Thought, ToolCallParser, ToolUse
+from spolia.server.toolcalls import Part, Text, Thought, ToolCallParser
 
-__all__ = ["Conversation", "Turn"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """What a turn goes on from.
-
-    Attributes:
-        messages: as OpenAI has them.
-        prefill: text that the reply is to begin with; the client has it already.
-        template_kwargs: whatever else the chat template knows.
-    """
-
-    messages: list[dict[str, Any]]
-    tool_use: ToolUse | None = None
-    prefill: str = ""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    async def encode(self, served: ServedModel, *, add_generation_prompt: bool = True) -> list[int]:
-        """
-        Raises:
-            InvalidRequest: messages that are not well-formed or that the template refuses, or a model without one.
-        """
-        return await encode_chat(
-            served.engine.model,
-            self.messages,
-            tool_use=self.tool_use,
-            add_generation_prompt=add_generation_prompt,
-            template_kwargs=self.template_kwargs,
-            prefill=self.prefill,
-        )
+__all__ = ["Turn"]
 
 
 class Turn:
@@ -81,10 +49,15 @@ class Turn:
         cache_salt: str,
         max_waiting: int,
         wishes: Callable[[Sequence[int]], Awaitable[Sequence[Wish]]] | None = None,
+        is_limit_soft: bool = False,
     ) -> Turn:
-        """Queue the turn. Errors are those of `Conversation.encode` and `Answer.submit`."""
+        """Queue the turn; `is_limit_soft` is that of `Answer.submit`.
+
+        Raises:
+            InvalidRequest, Overloaded: as `Conversation.encode` and `Answer.submit`.
+        """
         model, tool_use = served.engine.model, conversation.tool_use
-        ids = await conversation.encode(served)
+        ids = await conversation.encode(model)
         wished = () if wishes is None else await wishes(ids)
         if tool_use is None:
             await served.engine.prepare(params)
@@ -98,6 +71,7 @@ class Turn:
             cache_salt=cache_salt,
             max_waiting=max_waiting,
             wishes=wished,
+            is_limit_soft=is_limit_soft,
             messages=history(conversation.messages, tools=None if tool_use is None else tool_use.tools),
         )
         return cls(answer, ids, None if tool_use is None else tool_use.parser(model), _splitter(model, ids))

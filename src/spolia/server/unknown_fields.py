@@ -23,6 +23,7 @@ _OTHERS = frozenset(
     {
         "draft_num_predict",
         "generation_prompt",
+        "n_keep",
         "parse_tool_calls",
         "reasoning_effort",
         "repetition_penalty_range",

@@ -10,9 +10,19 @@ send, because the salt that the engine gets is made from the key's tenant here.
 from __future__ import annotations
 
 from spolia.server.access.account import Account
-from spolia.server.access.caller import Caller, current_caller, set_caller, tenant_salt
+from spolia.server.access.caller import Caller, current_caller, note_request_id, set_caller, tenant_salt
 from spolia.server.access.gate import Gate
 from spolia.server.access.keys import KeySettings
 from spolia.server.access.ring import KeyRing
 
-__all__ = ["Account", "Caller", "Gate", "KeyRing", "KeySettings", "current_caller", "set_caller", "tenant_salt"]
+__all__ = [
+    "Account",
+    "Caller",
+    "Gate",
+    "KeyRing",
+    "KeySettings",
+    "current_caller",
+    "note_request_id",
+    "set_caller",
+    "tenant_salt",
+]

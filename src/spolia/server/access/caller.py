@@ -7,13 +7,15 @@ own, the gate sets it before the app is entered, and `Answer.submit`, through wh
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spolia.engine import Tenant
 from spolia.server.access.account import Account
 from spolia.server.tracing import RequestTrace
 
-__all__ = ["Caller", "current_caller", "set_caller", "tenant_salt"]
+__all__ = ["Caller", "current_caller", "fit_request_id", "note_request_id", "set_caller", "tenant_salt"]
+
+_MAX_ID_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,19 @@ def tenant_salt(tenant: str, asked: str) -> str:
 
 
 _caller: ContextVar[Caller] = ContextVar("spolia_caller", default=Caller())  # noqa: B039 - frozen
+
+
+def fit_request_id(given: str | None) -> str | None:
+    """A client's word for its request, if it is fit for a log line."""
+    if given is None or len(given) > _MAX_ID_CHARACTERS or not given.isprintable() or " " in given:
+        return None
+    return given
+
+
+def note_request_id(given: str | None) -> None:
+    """The client's word for its request, from its body: for the log, as that from the header."""
+    if (fit := fit_request_id(given)) is not None:
+        set_caller(replace(current_caller(), request_id=fit))
 
 
 def current_caller() -> Caller:

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spolia.errors import InvalidRequest
 from spolia.server.access.account import Account
-from spolia.server.access.caller import Caller, current_caller, set_caller
+from spolia.server.access.caller import Caller, current_caller, fit_request_id, set_caller
 from spolia.server.access.ring import KeyRing
 from spolia.server.errors import Forbidden, Unauthorized, error_response
 from spolia.server.tracing import Tracing
@@ -15,12 +15,11 @@ from spolia.server.tracing import Tracing
 __all__ = ["Gate"]
 
 # Anybody may ask these: load balancers, browsers that load the page, clients that look whether somebody is there.
-_OPEN_PATHS = frozenset({"/", "/health", "/livez", "/readyz", "/version", "/api/version"})
+_OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/ping", "/livez", "/readyz", "/version", "/api/version"})
 _OPEN_PREFIXES = ("/static/",)
 # These tell of everybody's requests.
 _ADMIN_PATHS = frozenset({"/metrics", "/slots", "/props"})
 _ADMIN_PREFIXES = ("/v1/cache", "/slots/", "/api/pull", "/api/ps")
-_MAX_ID_CHARACTERS = 128
 
 
 class Gate:
@@ -46,7 +45,7 @@ class Gate:
                 await error_response(error, path)(scope, receive, send)
                 return
             trace = None if self._tracing is None else self._tracing.begin(headers)
-            set_caller(Caller(account, _client_id(headers), trace))
+            set_caller(Caller(account, fit_request_id(headers.get("x-request-id")), trace))
             await self._app(scope, receive, _telling(send))
         else:
             await self._app(scope, receive, send)
@@ -75,11 +74,3 @@ def _telling(send: Send) -> Send:
         await send(message)
 
     return told
-
-
-def _client_id(headers: Headers) -> str | None:
-    """The client's `x-request-id`, if it is fit for a log line."""
-    given = headers.get("x-request-id")
-    if given is None or len(given) > _MAX_ID_CHARACTERS or not given.isprintable() or " " in given:
-        return None
-    return given

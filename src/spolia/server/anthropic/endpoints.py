@@ -43,7 +43,7 @@ class AnthropicEndpoints:
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a request's prompt has."""
         body = await read_body(request, CountRequest, max_bytes=self._config.max_body_bytes)
-        ids = await conversation(body).encode(await self._models.ready(body.model))
+        ids = await conversation(body).encode((await self._models.ready(body.model)).engine.model)
         return Response(msgspec.json.encode({"input_tokens": len(ids)}), media_type="application/json")
 
     async def create(self, request: Request) -> Response:
@@ -93,7 +93,7 @@ async def _num_marked(body: MessagesRequest, served: ServedModel, prompt_ids: Se
     if marked is None:
         return 0
     try:
-        beginning = await marked.encode(served, add_generation_prompt=False)
+        beginning = await marked.encode(served.engine.model, add_generation_prompt=False)
     except InvalidRequest:  # a template that takes the whole and not this part of it
         return 0
     pairs = enumerate(zip(beginning, prompt_ids, strict=False))

@@ -9,8 +9,8 @@ from typing import Any
 from spolia.errors import InvalidRequest
 from spolia.server.anthropic.schema import CountRequest, Tool
 from spolia.server.cache_control import ttl_s_of
+from spolia.server.prompting import Conversation
 from spolia.server.toolcalls import ToolUse
-from spolia.server.turn import Conversation
 
 __all__ = ["conversation", "marked_ttl_s", "up_to_last_breakpoint"]
 

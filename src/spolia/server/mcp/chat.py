@@ -16,6 +16,7 @@ from spolia.server.access import current_caller
 from spolia.server.config import ServerConfig
 from spolia.server.errors import Forbidden, error_body
 from spolia.server.mcp.servers import McpServers, McpTool
+from spolia.server.prompting import Conversation, prompt_options
 from spolia.server.replies import (
     ChatChoice,
     ChatChunk,
@@ -32,7 +33,7 @@ from spolia.server.schema import ChatRequest
 from spolia.server.served import ServedModel
 from spolia.server.sse import DONE, EventStream, watch_for_disconnect
 from spolia.server.toolcalls import Part, Text, Thought, ToolCall, ToolUse, gather
-from spolia.server.turn import Conversation, Turn
+from spolia.server.turn import Turn
 
 __all__ = ["McpChat"]
 
@@ -63,7 +64,7 @@ class McpChat:
         account = current_caller().account
         if account is not None and not account.settings.mcp:
             raise Forbidden(f"tools of MCP servers are for keys with mcp = true; {account.settings.name!r} has not")
-        for name in ("session", "resumable", "logprobs", "prompt_logprobs"):
+        for name in ("session", "resumable", "logprobs", "prompt_logprobs", "continue_final_message"):
             if getattr(body, name):
                 raise InvalidRequest(f"{name} does not go with mcp; leave out one of them", param=name)
         if body.num_candidates != 1:
@@ -73,8 +74,9 @@ class McpChat:
             raise InvalidRequest(
                 f"mcp_max_rounds is {max_rounds}; allowed are 1 to {_MOST_ROUNDS}", param="mcp_max_rounds"
             )
+        options = prompt_options(body, served.engine.model)
         tools = await servers.tools(body.mcp if isinstance(body.mcp, list) else servers.names)
-        rounds = _Rounds(body, served, servers, tools, max_rounds, self._config.max_waiting)
+        rounds = _Rounds(body, served, servers, tools, max_rounds, self._config.max_waiting, options["template_kwargs"])
         first = await rounds.begin()
         headers = {"x-request-id": first.answer.id}
         if body.stream:
@@ -102,8 +104,10 @@ class _Rounds:
         tools: list[McpTool],
         max_rounds: int,
         max_waiting: int,
+        template_kwargs: dict[str, Any],
     ) -> None:
         self._body = body
+        self._template_kwargs = template_kwargs
         self._served = served
         self._servers = servers
         self._max_rounds = max_rounds
@@ -133,7 +137,7 @@ class _Rounds:
             Conversation(
                 messages=self._messages,
                 tool_use=ToolUse.of([*(body.tools or ()), *ours], choice, body.parallel_tool_calls),
-                template_kwargs=body.chat_template_kwargs or {},
+                template_kwargs=self._template_kwargs,
             ),
             body.sampling_params(0),
             cache_salt=body.cache_salt or "",

@@ -23,12 +23,13 @@ from spolia.server.encoding import encode
 from spolia.server.errors import ollama_error_body
 from spolia.server.fill_in import infill_ids
 from spolia.server.ollama.schema import ChatRequest, EmbeddingRequest, EmbedRequest, GenerateRequest
+from spolia.server.prompting import Conversation
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
 from spolia.server.sse import EventStream
 from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, Thought, ToolCall, ToolUse, gather
 from spolia.server.tools import check_tools
-from spolia.server.turn import Conversation, Turn
+from spolia.server.turn import Turn
 
 __all__ = ["LineStream", "OllamaEndpoints", "now"]
 
@@ -153,7 +154,7 @@ async def _prompt_ids(served: ServedModel, body: GenerateRequest) -> list[int]:
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
     conversation = Conversation(messages=messages, template_kwargs=body.template_kwargs)
-    return [*context, *await conversation.encode(served)]
+    return [*context, *await conversation.encode(served.engine.model)]
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, Any]:

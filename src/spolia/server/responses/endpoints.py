@@ -17,12 +17,13 @@ from spolia.server.access import current_caller
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.errors import UnknownThing, error_body
+from spolia.server.prompting import Conversation
 from spolia.server.responses.schema import ResponsesRequest, messages_of, tool_use_of, with_ids
 from spolia.server.routes import Route
 from spolia.server.served import ServedModels
 from spolia.server.sse import EventStream
 from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, Thought, ToolCall, gather
-from spolia.server.turn import Conversation, Turn
+from spolia.server.turn import Turn
 
 __all__ = ["ResponsesEndpoints"]
 
@@ -97,7 +98,9 @@ class ResponsesEndpoints:
         body = await read_body(request, ResponsesRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
         conversation, _ = self._conversation(body)
-        return _json({"object": "response.input_tokens", "input_tokens": len(await conversation.encode(served))})
+        return _json(
+            {"object": "response.input_tokens", "input_tokens": len(await conversation.encode(served.engine.model))}
+        )
 
     async def retrieve(self, request: Request, response_id: str) -> Response:
         """A response that is kept."""
