@@ -221,6 +221,11 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     def is_prompt_only(self) -> bool:
         return self.max_tokens == 0
 
+    def check(self) -> None:
+        SamplingRequest.check(self)
+        if self.is_prompt_only and (self.wants_beams or self.penalty_alpha):
+            raise InvalidRequest("max_tokens is 0, and a search needs tokens to look for", param="max_tokens")
+
     def sampling_params(self, choice: int) -> SamplingParams:
         """The parameters of one of `n` choices. Without `max_tokens`, 16, as OpenAI has it."""
         max_tokens = (
