@@ -212,3 +212,41 @@ def test_beams_that_are_forbidden_every_token_are_refused():
     options = SamplingParams(allowed_token_ids=[5], suppress_tokens=[5])
     with LLM(toy_engine()) as llm, pytest.raises(InvalidRequest, match="no token for any beam"):
         llm.beam_search(PROMPT, BeamParams(processing=options))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"processing": {"presence_penalty": 1.0}},
+        {"sampling": {"temperature": 0.8, "top_k": 30, "seed": 4}},
+        {"processing": {"structured_outputs": {"regex": "[ab]{3}c*"}}},
+        {"processing": {}, "num_beam_groups": 2, "diversity_penalty": 2.0},
+    ],
+    ids=str,
+)
+def test_explaining_beams_changes_none_and_says_what_each_token_competed_with(kind):
+    def search(**more):
+        made = {
+            name: SamplingParams(**value, **more) if isinstance(value, dict) else value for name, value in kind.items()
+        }
+        with LLM(toy_engine(eos_token_ids=[EOS], num_blocks=200)) as llm:
+            return llm.beam_search(PROMPT, BeamParams(num_beams=4, max_tokens=6, length_penalty=0.0, **made))
+
+    plain, noted = search(), search(explain_candidates=20)
+    assert [(beam.token_ids, beam.score) for beam in noted] == [(beam.token_ids, beam.score) for beam in plain]
+    assert all(beam.decisions is None and beam.choices == () for beam in plain)
+    names = {"presence_penalty": ["presence_frequency_penalty"], "temperature": ["temperature", "top_k"]}
+    asked = next(iter(kind.get("processing", kind.get("sampling", {}))), "")
+    stages = ["model", *names.get(asked, [asked] if asked else [])]
+    for beam in noted:
+        before = 0.0
+        for token_id, decision, choice in zip(beam.token_ids, beam.decisions, beam.choices, strict=True):
+            assert [stage.name for stage in decision] == stages
+            taken = choice.options[choice.rank]
+            assert (taken.token_id, taken.score, taken.is_kept) == (token_id, choice.score, True)
+            if "num_beam_groups" not in kind:  # one that several groups have is told of the first
+                assert taken.parts["before"] == pytest.approx(before, abs=1e-5)
+            assert all(0 <= option.parts["beam"] < 4 for option in choice.options)
+            before = taken.score
+        if "num_beam_groups" not in kind:
+            assert before == pytest.approx(beam.score, abs=1e-5)  # no length penalty

@@ -145,6 +145,8 @@ def test_log_probabilities_stay_the_models_own_and_the_stage_is_explained():
     assert (model.name, dola.name) == ("model", "dola_layers")
     assert dola.num_left < model.num_left
     assert dola.top[0][0] == output.token_ids[0]
+    assert [one["layer"] for one in dola.told["divergences"]] == [3, 5]
+    assert dola.told["layer"] == max(dola.told["divergences"], key=lambda one: one["divergence"])["layer"]
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,10 @@ def test_drawn_answers_stop_report_and_explain_as_others_do():
     first = log_softmax(toy_logits(PROMPT))
     assert alone.logprobs[0].logprob == pytest.approx(float(first[alone.token_ids[0]]), rel=1e-5)  # the model's own
     assert [stage.name for stage in alone.decisions[0]] == ["model", "guidance_scale", "repetition_penalty"]
+    other = log_softmax(toy_logits([*b"no"]))
+    (without,) = alone.decisions[0][1].told["without"]
+    assert without["token_id"] == int(other.argmax())
+    assert without["probability"] == pytest.approx(float(np.exp(other.max())), rel=1e-5)
 
 
 def test_a_pair_that_is_aborted_leaves_nothing_behind():

@@ -87,6 +87,27 @@ def test_each_of_several_prompts_has_its_beams_and_its_echo(url):
     assert [choice["text"] for choice in reply["choices"][2:]] == [choice["text"] for choice in alone["choices"]]
 
 
+def test_beams_explain_themselves(url):
+    fields = {"num_beams": 3, "n": 2, "explain": True, "explain_candidates": 4, "suppress_tokens": [7]}
+    plain = complete(url, num_beams=3, n=2, suppress_tokens=[7]).json()
+    reply = complete(url, **fields).json()
+    assert reply["choices"] == plain["choices"]
+    told = reply["spolia"]["choices"]
+    assert [one["reason"] for one in told] == ["full"] * 2  # the plain search had computed it
+    for one, choice in zip(told, reply["choices"], strict=True):
+        assert [token["token_id"] for token in one["tokens"]] == choice["token_ids"]
+        for token in one["tokens"]:
+            assert token["chosen"] == "beam search"
+            assert [stage["name"] for stage in token["stages"]] == ["model", "suppress_tokens"]
+            assert len(token["options"]) == 4
+            scores = [option["score"] for option in token["options"]]
+            assert scores == sorted(scores, reverse=True)
+            taken = token["options"][token["rank"]]
+            assert (taken["score"], taken["is_kept"]) == (token["score"], True)
+    assert told[0]["tokens"][-1]["score"] / 8 == reply["spolia"]["beams"][0]["score"]
+    assert "tokens" not in complete(url, num_beams=2, explain=True).json()["spolia"]["choices"][0]
+
+
 def test_chats_have_beams(url):
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "num_beams": 3, "n": 2}
     reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
@@ -106,7 +127,6 @@ def test_chats_have_beams(url):
         ({"num_beams": 0}, "num_beams"),
         ({"num_beams": 99}, "num_beams"),
         ({"num_beams": 2, "prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"num_beams": 2, "explain": True}, "explain"),
         ({"num_beams": 2, "guidance_scale": 2.0}, "guidance_scale"),
         ({"num_beams": 2, "guided_regex": "("}, "guided_regex"),
         ({"num_beams": 2, "dola_layers": "low"}, "dola_layers"),

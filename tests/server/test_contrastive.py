@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from engine.toy import EOS, toy_engine
-from spolia.engine import LLM, ContrastiveParams
+from spolia.engine import LLM, ContrastiveParams, SamplingParams
 
 from .harness import ChattyToy, Pace, chatty_engine, serving
 
@@ -46,6 +46,14 @@ def in_python(prompt, **params):
         ({"penalty_alpha": 0.3}, {"penalty_alpha": 0.3}),
         ({"penalty_alpha": 1, "top_k": 9, "n": 1, "seed": 3}, {"penalty_alpha": 1.0, "top_k": 9}),
         ({"penalty_alpha": 0.6, "ignore_eos": True}, {"ignore_eos": True}),
+        (
+            {"penalty_alpha": 0.6, "presence_penalty": 2.0, "bad_words": ["a"], "stop": "e", "logprobs": 2},
+            {"processing": SamplingParams(presence_penalty=2.0, bad_words=("a",), stop="e", logprobs=2)},
+        ),
+        (
+            {"penalty_alpha": 0.6, "guided_regex": "[a-c]{4}|[x-z]{6}"},
+            {"processing": SamplingParams(structured_outputs={"regex": "[a-c]{4}|[x-z]{6}"})},
+        ),
     ],
     ids=str,
 )
@@ -58,6 +66,8 @@ def test_an_answer_over_http_is_that_of_python(url, fields, params):
         (choice,) = reply["choices"]
         assert tuple(choice["token_ids"]) == expected.token_ids
         assert (choice["text"], choice["finish_reason"]) == (expected.text, expected.finish_reason)
+        if "logprobs" in fields:
+            assert choice["logprobs"]["token_logprobs"] == [token.logprob for token in expected.logprobs]
         usage = reply["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), len(expected.token_ids))
         assert usage["prompt_tokens_details"]["cached_tokens"] == 0  # the prompt's states are computed anew
@@ -82,6 +92,23 @@ def test_each_of_several_prompts_has_its_answer_and_its_echo(url):
     expected = [text + in_python(list(text.encode())).text for text in ("ab", "cd")]
     assert [choice["text"] for choice in reply["choices"]] == expected
     assert reply["usage"]["prompt_tokens"] == 4
+
+
+def test_it_explains_itself(url):
+    fields = {"penalty_alpha": 0.6, "top_k": 3, "explain": True, "explain_candidates": 2, "logit_bias": {"65": 1.0}}
+    reply = complete(url, **fields).json()
+    (told,) = reply["spolia"]["choices"]
+    assert told["num_prompt_tokens"] == len(PROMPT)
+    assert [token["token_id"] for token in told["tokens"]] == reply["choices"][0]["token_ids"]
+    for token in told["tokens"]:
+        assert token["chosen"] == "contrastive search"
+        assert [stage["name"] for stage in token["stages"]] == ["model", "logit_bias"]
+        first, second = token["options"]
+        assert (first["token_id"], first["is_kept"], second["is_kept"]) == (token["token_id"], True, False)
+        assert first["score"] == token["score"] >= second["score"]
+        assert first["score"] == pytest.approx(0.4 * first["probability"] - 0.6 * first["likeness"], abs=1e-6)
+    asked_later = httpx.get(f"{url}/v1/cache/explain/{reply['id']}").json()
+    assert asked_later["choices"][0]["num_prompt_tokens"] == len(PROMPT)
 
 
 def test_chats_have_it(url):
@@ -128,14 +155,12 @@ def test_a_neighbours_answer_is_what_it_is_alone(url):
         ({"stream": True}, "stream"),
         ({"n": 2}, "n"),
         ({"best_of": 2}, "best_of"),
-        ({"explain": True}, "explain"),
         ({"priority": 90}, "priority"),
         ({"temperature": 0.7}, "temperature"),
         ({"top_p": 0.9}, "top_p"),
-        ({"stop": "x"}, "stop"),
-        ({"logprobs": 1}, "logprobs"),
-        ({"presence_penalty": 1.0}, "presence_penalty"),
-        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"guided_regex": "a("}, "guided_regex"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 1}, "prompt_logprobs"),
         ({"dola_layers": "low"}, "dola_layers"),
     ],
     ids=str,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.test_mixed_batch import SETTINGS as SAMPLING
 from engine.toy import EOS, ToyExecutable
-from spolia.generation.beams import NOT_WITH_BEAMS
+from spolia.generation import NOT_WITH_BEAMS, NOT_WITH_CONTRASTIVE
 from spolia.server.beams import DRAWING
 
 from .harness import chatty_engine, serving
@@ -91,7 +91,8 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
         names = [name for name in names if name not in (*NOT_WITH_BEAMS, *(() if "do_sample" in body else DRAWING))]
     elif kind == "contrastive":
         body |= {"penalty_alpha": draw(st.sampled_from([0.2, 0.6])), "top_k": draw(st.integers(2, 5)), "stream": False}
-        names = []
+        body |= draw(st.sampled_from([{}, {}, *FORMS]))
+        names = [name for name in names if name not in (*NOT_WITH_CONTRASTIVE, "temperature")]
     chosen = {name: draw(SETTINGS[name]) for name in names}
     if "dola_layers" in chosen or "context_shift" in chosen:
         chosen.pop("guidance_scale", None)

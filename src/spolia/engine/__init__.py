@@ -28,7 +28,6 @@ from spolia.engine.memory import KV_SHARE, available_bytes
 from spolia.engine.news import CacheNews
 from spolia.engine.outputs import (
     BeamOutput,
-    ContrastiveOutput,
     Counters,
     Delta,
     EngineStats,
@@ -41,7 +40,16 @@ from spolia.engine.runner import Runner
 from spolia.engine.scheduler import Scheduler, StepPlan
 from spolia.engine.session_files import SessionConflict
 from spolia.engine.sessions import Session, SessionBusy, SessionStore, SessionTurn, UnknownSession
-from spolia.generation import BeamParams, ContrastiveParams, SamplingParams, StructuredOutput, TokenLogprobs
+from spolia.generation import (
+    BeamParams,
+    Choice,
+    ContrastiveParams,
+    Option,
+    SamplingParams,
+    Stage,
+    StructuredOutput,
+    TokenLogprobs,
+)
 from spolia.kvcache import (
     DEFAULT_PRIORITY,
     BlocksRemoved,
@@ -81,10 +89,10 @@ __all__ = [
     "CacheNews",
     "CacheStats",
     "CacheView",
+    "Choice",
     "ClearReport",
     "Cleared",
     "CompressReport",
-    "ContrastiveOutput",
     "ContrastiveParams",
     "Counters",
     "Delta",
@@ -103,6 +111,7 @@ __all__ = [
     "MissReason",
     "Model",
     "Observer",
+    "Option",
     "Outcome",
     "Pin",
     "Pooling",
@@ -118,6 +127,7 @@ __all__ = [
     "SessionConflict",
     "SessionStore",
     "SessionTurn",
+    "Stage",
     "StepPlan",
     "StepStats",
     "Stored",

@@ -23,7 +23,7 @@ from spolia.engine.embedding import Embedding, EmbeddingRun, Pooling
 from spolia.engine.fairness import Tenant
 from spolia.engine.kv_files import put_in, take_out
 from spolia.engine.news import CacheNews, cache_news
-from spolia.engine.outputs import ContrastiveOutput, Delta, EngineStats, RequestOutput
+from spolia.engine.outputs import Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request
 from spolia.engine.resizing import PoolSizes
 from spolia.engine.session_files import SessionFiles
@@ -221,7 +221,7 @@ class AsyncEngine:
         *,
         cache_salt: str = "",
         tenant: Tenant | None = None,
-    ) -> ContrastiveOutput:
+    ) -> RequestOutput:
         """As `LLM.contrastive_search`. Cancelling the call ends it.
 
         Raises:

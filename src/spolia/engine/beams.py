@@ -16,7 +16,17 @@ from spolia.engine.admission import Admission
 from spolia.engine.outputs import BeamOutput, RequestOutput
 from spolia.engine.request import answer_text
 from spolia.errors import InvalidRequest
-from spolia.generation import BeamParams, BeamSearch, LogitsTap, Pipeline, SamplingParams, TokenLogprobs, score_token
+from spolia.generation import (
+    BeamParams,
+    BeamSearch,
+    Choice,
+    LogitsTap,
+    Pipeline,
+    SamplingParams,
+    Scratch,
+    TokenLogprobs,
+    score_token,
+)
 
 __all__ = ["BeamRun"]
 
@@ -53,7 +63,7 @@ class BeamRun:
 
     Attributes:
         prompt_token_ids: as admitted.
-        num_cached_tokens: of the prompt, when the search began.
+        first: the answer to the first request, which tells what of the prompt was cached; None before there is one.
         num_truncated_tokens: dropped from the prompt, which was too long.
 
     Raises:
@@ -76,7 +86,7 @@ class BeamRun:
         )
         self._request = request = admission.admit(prompt, asked)
         self.prompt_token_ids: list[int] = request.prompt_token_ids.tolist()
-        self.num_cached_tokens = 0
+        self.first: RequestOutput | None = None
         self.num_truncated_tokens = request.num_truncated_tokens
         self.seed = request.seed
         self._tokenizer = admission.tokenizer
@@ -88,7 +98,8 @@ class BeamRun:
         self._taps: list[LogitsTap] = []
         self._raw: dict[Ids, np.ndarray] = {}  # by beam: the model's own log-probabilities for its next token
         self._paths: dict[Ids, _Path] = {(): _Path(self._pipeline_of((), request.pipeline))}
-        self._has_begun = False
+        self._choices: dict[Ids, tuple[Choice, ...]] = {(): ()}  # by beam, of its tokens
+        self._drawing = None if params.sampling is None else Scratch(admission.vocab_size)
 
     @property
     def is_over(self) -> bool:
@@ -111,22 +122,30 @@ class BeamRun:
         Raises:
             InvalidRequest: what is forbidden leaves no beam to go on with, or a processor of the user's fails.
         """
-        if not self._has_begun:
-            self._has_begun = True
-            self.num_cached_tokens = outputs[0].num_cached_tokens
+        self.first = self.first or outputs[0]
         running = self._search.running
         self._log_probs[:] = 0.0
         self._raw = {running[i].token_ids: tap.log_probs for i, tap in zip(self._alive, self._taps, strict=True)}
+        done: dict[Ids, np.ndarray] = {}
         for index, tap in zip(self._alive, self._taps, strict=True):
-            row = self._log_probs[index]
+            ids, row = running[index].token_ids, self._log_probs[index]
+            if ids in done:  # of another group: processors see each text once
+                row[:] = done[ids]
+                continue
             row[:] = tap.log_probs
-            self._process(row, running[index].token_ids)
+            self._process(row, ids)
+            done[ids] = row
         if not np.isfinite(self._log_probs[self._alive].max()):
             raise InvalidRequest("what this request forbids leaves no token for any beam; loosen its constraints")
         self._search.advance(self._log_probs)
         kept = [beam.token_ids for beam in self._search.running if beam.score > _HOPELESS]
         kept += [beam.token_ids for beam in self._search.answers]
         self._paths = {ids: self._path(ids) for ids in kept}
+        if (num_options := self._request.params.explain_candidates) is not None:
+            known = self._choices
+            self._choices = {
+                ids: known.get(ids) or (*known[ids[:-1]], self._search.choice(ids, num_options)) for ids in kept
+            }
 
     def _process(self, row: np.ndarray, ids: Ids) -> None:
         if len(ids) < self._request.params.min_tokens:
@@ -137,6 +156,8 @@ class BeamRun:
         pipeline.process(row[None], len(self.prompt_token_ids) + len(ids))
         if pipeline.trouble is not None:
             raise InvalidRequest(f"after {len(ids)} tokens of a beam: {pipeline.trouble}")
+        if pipeline.log is not None and self._drawing is not None and row.max() > -np.inf:
+            pipeline.candidates(row, self._drawing)  # which takes notes; the search filters all beams by itself
 
     def _has_ended(self, ids: Ids) -> bool:
         return self._path(ids).has_ended
@@ -180,6 +201,8 @@ class BeamRun:
                 "stop" if path.has_ended else "length",
                 path.stop_reason,
                 path.logprobs if with_logprobs else None,
+                None if path.pipeline is None or path.pipeline.log is None else path.pipeline.log.decisions,
+                self._choices.get(beam.token_ids, ()),
             )
             for beam in self._search.answers
             if (path := self._path(beam.token_ids))

@@ -1,21 +1,23 @@
 """Contrastive search by way of the engine: the next token's probabilities, then the state of each candidate for it.
 
 The former is a request of one token, the latter are inputs of `EmbeddingRun`. All of it asks for exact KV, as states
-are compared with those of the prompt.
+are compared with those of the prompt. Processors, the form and stop strings see the text as they would see an answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spolia.engine.admission import Admission
 from spolia.engine.embedding import Embedding, StatesRun
-from spolia.engine.outputs import ContrastiveOutput
-from spolia.engine.request import answer_text
-from spolia.generation import ContrastiveParams, ContrastiveSearch, LogitsTap, SamplingParams
+from spolia.engine.outputs import RequestOutput
+from spolia.engine.request import Sequence, shown_bytes, text_stream
+from spolia.errors import InvalidRequest
+from spolia.generation import Choice, ContrastiveParams, ContrastiveSearch, LogitsTap, SamplingParams, score_token
 
 __all__ = ["ContrastiveRun"]
 
@@ -32,24 +34,28 @@ class ContrastiveRun:
         prompt: the states of its tokens. Nothing keeps them, so that all are computed, whatever is cached.
 
     Raises:
-        InvalidRequest: the prompt and `max_tokens` do not fit the context.
+        InvalidRequest: the prompt and `max_tokens` do not fit the context, or a processor or form cannot be made.
     """
 
     def __init__(
         self,
         admission: Admission,
-        prompt: str | Sequence[int] | NDArray[np.int32],
+        prompt: str | Seq[int] | NDArray[np.int32],
         params: ContrastiveParams,
         *,
         cache_salt: str,
     ) -> None:
-        asked = SamplingParams(
-            max_tokens=params.max_tokens, stop_token_ids=params.stop_token_ids, ignore_eos=params.ignore_eos
+        asked = replace(
+            params.processing or SamplingParams(),
+            max_tokens=params.max_tokens,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
         )
         self._request = request = admission.admit(prompt, asked, cache_salt=cache_salt)
         self._params = params
-        self._tokenizer = admission.tokenizer
-        self._ids: list[int] = request.prompt_token_ids.tolist()
+        self._clock = admission.clock
+        self._text = Sequence(request, text_stream(request, shown_bytes(request, admission.tokenizer)))
+        self._choices: list[Choice] = []
         self._tap = LogitsTap()
         self._ask = SamplingParams(
             max_tokens=1,
@@ -64,28 +70,54 @@ class ContrastiveRun:
         """Take the prompt's states, which are there."""
         states = self.prompt.states
         assert states is not None
-        self._search = ContrastiveSearch(self._params, self._request.final_ids, states)
+        self._search = ContrastiveSearch(self._params, states)
 
     @property
     def is_over(self) -> bool:
-        return self._search.is_over
+        return self._text.finish_reason is not None
 
     def request(self) -> tuple[list[int], SamplingParams]:
         """What to answer first for the next token: a prompt and its parameters."""
-        return self._ids, self._ask
+        return self._text.known_ids.tolist(), self._ask
 
     def candidates(self) -> list[list[int]]:
-        """The texts whose last tokens' states are needed then."""
-        return [[*self._ids, candidate] for candidate in self._search.propose(self._tap.log_probs)]
+        """The texts whose last tokens' states are needed then.
 
-    def take(self, candidates: Sequence[Embedding]) -> None:
+        Raises:
+            InvalidRequest: what is forbidden leaves no token to go on with, or a processor of the user's fails.
+        """
+        ids = self._text.known_ids.tolist()
+        return [[*ids, candidate] for candidate in self._search.propose(self._processed(self._tap.log_probs))]
+
+    def _processed(self, log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The log-probabilities of what processors leave of the model's."""
+        row = self._text.next_row()
+        if row.pipeline is None and not len(row.banned_ids):
+            return log_probs
+        changed = log_probs[None].copy()
+        changed[0, row.banned_ids] = -np.inf
+        if row.pipeline is not None:
+            row.pipeline.process(changed, row.position)
+        if not np.isfinite(changed.max()):
+            trouble = None if row.pipeline is None else row.pipeline.trouble
+            raise InvalidRequest(
+                f"after {self._text.num_generated_tokens} tokens of the answer: "
+                + (trouble or "what this request forbids leaves no token to go on with; loosen its constraints")
+            )
+        renormalised = LogitsTap()
+        renormalised.process(changed, ())
+        return renormalised.log_probs
+
+    def take(self, candidates: Seq[Embedding]) -> None:
         """Go on by a token, with the vectors of the last `candidates`."""
-        self._ids.append(self._search.choose(np.array([each.vector for each in candidates])))
+        choice = self._search.choose(np.array([each.vector for each in candidates]))
+        params, token_id = self._request.params, choice.options[0].token_id
+        if params.logprobs is not None:
+            self._text.logprobs.append(score_token(self._tap.log_probs, token_id, params.logprobs))
+        if params.explain_candidates is not None:
+            self._choices.append(choice._replace(options=choice.options[: params.explain_candidates]))
+        self._text.append(token_id)
 
-    def output(self) -> ContrastiveOutput:
-        """The answer so far."""
-        ids = tuple(self._search.token_ids)
-        if not self._search.has_stopped:
-            return ContrastiveOutput(ids, answer_text(self._request, self._tokenizer, ids)[0], "length")
-        text, _ = answer_text(self._request, self._tokenizer, ids[:-1])
-        return ContrastiveOutput(ids, text, "stop", ids[-1] if ids[-1] in self._params.stop_token_ids else None)
+    def output(self) -> RequestOutput:
+        """The answer, once it is over."""
+        return replace(self._text.output(self._clock()), strategy="contrastive search", choices=tuple(self._choices))

@@ -20,7 +20,7 @@ from spolia.engine.config import EngineConfig
 from spolia.engine.contrastive import ContrastiveRun
 from spolia.engine.core import Observer
 from spolia.engine.embedding import Embedding, EmbeddingRun, Pooling
-from spolia.engine.outputs import BeamOutput, ContrastiveOutput, Delta, EngineStats, RequestOutput
+from spolia.engine.outputs import BeamOutput, Delta, EngineStats, RequestOutput
 from spolia.engine.request import Request
 from spolia.engine.thread import EngineThread
 from spolia.errors import InvalidRequest, SpoliaError
@@ -197,7 +197,7 @@ class LLM:
 
     def contrastive_search(
         self, prompt: str | list[int] | Ids, params: ContrastiveParams | None = None, *, cache_salt: str = ""
-    ) -> ContrastiveOutput:
+    ) -> RequestOutput:
         """A continuation of likely tokens that are unlike what was said before.
 
         Costs, for each token, one more token of the model for each candidate; they share what is cached.

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from spolia.generation import DraftCount, Stage, TokenLogprobs
+from spolia.generation import Choice, DraftCount, Stage, TokenLogprobs
 from spolia.kvcache import Explanation, Ledger, Outcome, TokenRange
 from spolia.tiers import TierStats
 
 __all__ = [
     "BeamOutput",
-    "ContrastiveOutput",
     "Counters",
     "Delta",
     "EngineStats",
@@ -62,6 +61,8 @@ class RequestOutput:
             (`context_shift`).
         prompt_logprobs: where asked for, one entry a prompt token from the second on: nothing comes before the first.
         decisions: where asked for, per generated token the likeliest candidates after each stage.
+        strategy: how tokens were chosen: "greedy", "sampled", "beam search" or "contrastive search".
+        choices: of searches, where `decisions` are asked for: per generated token what the search weighed.
         drafts: what speculation guessed ahead, by where the guesses were from.
         foreseen: by index in `token_ids`, where the guess of a token was from that was guessed ahead.
         seed: the one that was used; passing it again gives the same answer.
@@ -93,6 +94,8 @@ class RequestOutput:
     num_shifted_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     decisions: tuple[tuple[Stage, ...], ...] | None = None
+    strategy: str = "sampled"
+    choices: tuple[Choice, ...] = ()
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
     foreseen: Mapping[int, str] = field(default_factory=dict)
 
@@ -116,6 +119,7 @@ class BeamOutput(NamedTuple):
         finish_reason: "stop" or "length".
         stop_reason: as in `RequestOutput`.
         logprobs: where asked for, one entry a token: of the model, before any processor.
+        decisions, choices: where asked for, as in `RequestOutput`.
     """
 
     token_ids: tuple[int, ...]
@@ -124,22 +128,8 @@ class BeamOutput(NamedTuple):
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
-class ContrastiveOutput(NamedTuple):
-    """What contrastive search found.
-
-    Attributes:
-        token_ids: generated ids, the one that ended it included.
-        text: as in `RequestOutput`: without what ended it.
-        finish_reason: "stop" or "length".
-        stop_reason: as in `RequestOutput`.
-    """
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    stop_reason: int | None = None
+    decisions: tuple[tuple[Stage, ...], ...] | None = None
+    choices: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from spolia.generation import (
 from spolia.kvcache import Explanation, Lease, Outcome, TokenRange, Wish, attribute
 from spolia.tiers import KeyChain
 
-__all__ = ["Request", "Sequence", "answer_text", "text_stream"]
+__all__ = ["Request", "Sequence", "answer_text", "shown_bytes", "text_stream"]
 
 _TOOL_CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=", "```tool_call")
 """How the models that call tools write it. A call that is not recognised is kept like any other reply."""
@@ -116,18 +116,23 @@ class TokenTexts(Protocol):
     def is_special(self, token_id: int) -> bool: ...
 
 
-def answer_text(request: Request, tokenizer: TokenTexts, ids: Seq[int]) -> tuple[str, str | None]:
-    """The text of a whole answer to `request`, and the stop string that ends it."""
-    params = request.params
+def shown_bytes(request: Request, tokenizer: TokenTexts) -> Callable[[int], bytes]:
+    """What each token of an answer to `request` adds to its text."""
+    hides_special = request.params.skip_special_tokens
 
     def shown(token_id: int) -> bytes:
-        hidden = params.skip_special_tokens and tokenizer.is_special(token_id)
+        hidden = hides_special and tokenizer.is_special(token_id)
         return b"" if hidden else tokenizer.token_bytes(token_id)
 
-    stream = text_stream(request, shown)
+    return shown
+
+
+def answer_text(request: Request, tokenizer: TokenTexts, ids: Seq[int]) -> tuple[str, str | None]:
+    """The text of a whole answer to `request`, and the stop string that ends it."""
+    stream = text_stream(request, shown_bytes(request, tokenizer))
     parts = []
     for index, token_id in enumerate(ids):
-        text, stop = stream.feed(token_id, may_stop=index >= params.min_tokens)
+        text, stop = stream.feed(token_id, may_stop=index >= request.params.min_tokens)
         parts.append(text)
         if stop is not None:
             return "".join(parts), stop
@@ -490,6 +495,7 @@ class Sequence:
             num_shifted_tokens=self.num_shifted_tokens,
             prompt_logprobs=None if self.request.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
             decisions=self.request.decisions,
+            strategy="greedy" if self.request.params.is_greedy else "sampled",
             drafts={} if self.guesser is None else dict(self.guesser.counts),
             foreseen={} if self.guesser is None else self._by_index(self.guesser.foreseen),
             timings=Timings(

@@ -7,8 +7,8 @@ its parameters, its seed and its position, to the bit, whoever its neighbours in
 from __future__ import annotations
 
 from spolia.generation.beams import NOT_WITH_BEAMS, Beam, BeamParams, BeamSearch
-from spolia.generation.contrastive import ContrastiveParams, ContrastiveSearch
-from spolia.generation.decisions import Stage
+from spolia.generation.contrastive import NOT_WITH_CONTRASTIVE, ContrastiveParams, ContrastiveSearch
+from spolia.generation.decisions import Choice, Option, Stage
 from spolia.generation.drafting import MAX_DRAFTS, NO_GUESS, Acceptance, DraftCount, Guess, Guesser
 from spolia.generation.healing import Healing
 from spolia.generation.history import History
@@ -23,6 +23,7 @@ from spolia.generation.processors import (
     first_met,
     import_processor,
 )
+from spolia.generation.processors.candidates import Scratch
 from spolia.generation.reasoning import ReasoningPart, ReasoningSplitter
 from spolia.generation.sampler import RowSampling, Sampler, Samples, TokenLogprobs, score_token
 from spolia.generation.stop_regex import PatternTextStream, StopPattern
@@ -38,12 +39,14 @@ __all__ = [
     "MAX_DRAFTS",
     "MAX_LOGPROBS",
     "NOT_WITH_BEAMS",
+    "NOT_WITH_CONTRASTIVE",
     "NO_GUESS",
     "PROCESSORS",
     "Acceptance",
     "Beam",
     "BeamParams",
     "BeamSearch",
+    "Choice",
     "ContrastiveParams",
     "ContrastiveSearch",
     "Depth",
@@ -53,6 +56,7 @@ __all__ = [
     "Healing",
     "History",
     "LogitsTap",
+    "Option",
     "PatternTextStream",
     "Pipeline",
     "Processor",
@@ -62,6 +66,7 @@ __all__ = [
     "Sampler",
     "Samples",
     "SamplingParams",
+    "Scratch",
     "Stage",
     "StopPattern",
     "StructuredOutput",

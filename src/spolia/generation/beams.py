@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from spolia.errors import InvalidRequest
 from spolia.generation.checks import MAX_INT, as_tuple, check_integer, check_number, token_ids
+from spolia.generation.decisions import Choice, Option
 from spolia.generation.history import History
 from spolia.generation.params import SamplingParams
 from spolia.generation.pipeline import filters_of
@@ -35,7 +36,7 @@ _DEFAULTS = SamplingParams()
 
 NOT_WITH_BEAMS = (
     *("mirostat", "xtc_probability", "guidance_scale", "dola_layers", "token_healing", "context_shift"),
-    *("prompt_logprobs", "explain_candidates", "max_time", "stopping_criteria", "prediction"),
+    *("prompt_logprobs", "max_time", "stopping_criteria", "prediction"),
 )
 """Parameters that follow one text, or tell of one."""
 
@@ -55,8 +56,8 @@ class BeamParams:
         ignore_eos: the model's own do not.
         sampling: beams are drawn, with the temperature, filters and seed of these, and not the best taken; None: not.
             All else of these applies too, as in `processing`.
-        processing: processors, the form, stop strings and log-probabilities of these apply, and neither temperature nor
-            filters, for beams that are not drawn.
+        processing: processors, the form, stop strings, log-probabilities and `explain_candidates` of these apply, and
+            neither temperature nor filters, for beams that are not drawn.
         num_beam_groups: so many groups of as many beams each, which avoid each other's tokens.
         diversity_penalty: what a token loses for each beam of the groups before that has it at the same place.
         force_words_ids: phrases that an answer must have, each a list of alternatives, each a sequence of token ids.
@@ -193,6 +194,13 @@ class BeamSearch:
         answers = sorted((beam for group in self._groups for beam in group.answers), key=lambda beam: -beam.score)
         return answers[: self._params.num_return_sequences or self._params.num_beams]
 
+    def choice(self, token_ids: tuple[int, ...], num_options: int) -> Choice:
+        """How the last `advance` came to a beam, which runs or is an answer: what competed with it, in its group.
+
+        Of the first group that kept it, if several did.
+        """
+        return next(choice for group in self._groups if (choice := group.choice(token_ids, num_options)) is not None)
+
     def advance(self, log_probs: NDArray[np.float32]) -> None:
         """Take every running beam one token further.
 
@@ -232,6 +240,8 @@ class _Group:
         self._has_ended = has_ended
         self._num_kept = max(2, 1 + len(final_ids)) * num_beams
         self._may_improve = True
+        self._before: list[Beam] = []
+        self._candidates: list[Beam] = []
         self.answers: list[Beam] = []
         self.running = [Beam((), 0.0)] + [Beam((), _NEVER)] * (num_beams - 1)
         self.is_over = False
@@ -240,6 +250,7 @@ class _Group:
         num_beams = self._num_beams
         length = len(self.running[0].token_ids) + 1
         beams = self._choose(self.running, log_probs, self._num_kept)
+        self._before, self._candidates = self.running, beams
         ends = [
             beam.token_ids[-1] in self._final_ids
             or length >= self._params.max_tokens
@@ -255,6 +266,20 @@ class _Group:
         self._look_ahead(length)
         goes_on = self.running[0].score > _NEVER / 2
         self.is_over = not self._may_improve or self._is_full or all(ends) or not goes_on
+
+    def choice(self, token_ids: tuple[int, ...], num_options: int) -> Choice | None:
+        kept = {beam.token_ids for beam in self.running if beam.score > _NEVER / 2}
+        kept |= {beam.token_ids for beam in self.answers}
+        rank = next((rank for rank, beam in enumerate(self._candidates) if beam.token_ids == token_ids), None)
+        if rank is None or token_ids not in kept:
+            return None
+        before = {beam.token_ids: (index, beam.score) for index, beam in reversed(list(enumerate(self._before)))}
+        options = []
+        for beam in self._candidates[:num_options]:
+            index, score = before[beam.token_ids[:-1]]
+            parts = {"beam": float(index), "before": score}
+            options.append(Option(beam.token_ids[-1], beam.score, parts, beam.token_ids in kept))
+        return Choice(tuple(options), rank, self._candidates[rank].score)
 
     @property
     def _is_full(self) -> bool:

@@ -21,7 +21,7 @@ from spolia.generation.decisions import DecisionLog
 from spolia.generation.history import History
 from spolia.generation.params import FILTER_NAMES, SamplingParams
 from spolia.generation.processors import biases, filters, length, penalties
-from spolia.generation.processors.base import Filter, Logits, Processor
+from spolia.generation.processors.base import Filter, Logits, Processor, Telling
 from spolia.generation.processors.candidates import Candidates, Scratch
 from spolia.generation.processors.dola import Depth, Dola
 from spolia.generation.processors.guidance import Guidance
@@ -295,6 +295,8 @@ class Pipeline:
         forked = copy(self)
         forked._history = History(token_ids, num_prompt_tokens, vocab_size=self._vocab_size, seed=seed)
         forked._history.num_tokens = len(token_ids)
+        if self.log is not None:
+            forked.log = self.log.fork()
         if self._form is not None:
             form = forked._form = self._form.fork()
             forked._processors = [(name, form if it is self._form else it) for name, it in self._processors]
@@ -329,8 +331,7 @@ class Pipeline:
             for name, processor in self._processors:
                 processor.process(logits, rows)
                 if self.log is not None:
-                    form = self._form.state() if self._form is not None and processor is self._form else None
-                    self.log.note(name, Candidates.of(logits[0]), form)
+                    self._note(self.log, name, processor, Candidates.of(logits[0]))
         except Exception as error:  # a user's processor; what it did to this row is nobody else's concern
             logits[:] = -np.inf
             self.trouble = f"{type(processor).__name__} failed: {type(error).__name__}: {error}"
@@ -352,8 +353,12 @@ class Pipeline:
         for name, filter_ in self._filters:
             left = filter_.apply(left, history, scratch)
             if self.log is not None:
-                self.log.note(name, left)
+                self._note(self.log, name, filter_, left)
         return left
+
+    def _note(self, log: DecisionLog, name: str, stage: Processor | Filter, left: Candidates) -> None:
+        form = self._form.state() if self._form is not None and stage is self._form else None
+        log.note(name, left, form, stage.tell(log.num_candidates) if isinstance(stage, Telling) else {})
 
 
 def build_pipeline(

@@ -300,12 +300,11 @@ class Answer:
         if output.decisions is None:
             return {}
         text = self._engine.model.tokenizer.token_text
-        chosen = "greedy" if self._streams[choice].request.params.is_greedy else "sampled"
-        tokens = [
+        tokens: list[dict[str, Any]] = [
             {
                 "token_id": token_id,
                 "token": text(token_id),
-                "chosen": chosen,
+                "chosen": output.strategy,
                 "drafted": output.foreseen.get(index),
                 "stages": [
                     {
@@ -313,12 +312,25 @@ class Answer:
                         "num_left": stage.num_left,
                         "top": [{"token_id": id_, "token": text(id_), "probability": p} for id_, p in stage.top],
                         **({} if stage.form is None else {"form": stage.form._asdict()}),
+                        **({"told": stage.told} if stage.told else {}),
                     }
                     for stage in stages
                 ],
             }
             for index, (token_id, stages) in enumerate(zip(output.token_ids, output.decisions, strict=False))
         ]
+        for token, weighed in zip(tokens, output.choices, strict=False):
+            options = [
+                {
+                    "token_id": option.token_id,
+                    "token": text(option.token_id),
+                    "score": option.score,
+                    **option.parts,
+                    "is_kept": option.is_kept,
+                }
+                for option in weighed.options
+            ]
+            token |= {"score": weighed.score, "rank": weighed.rank, "options": options}
         return {
             "tokens": tokens,
             "num_drafted_tokens": output.num_drafted_tokens,
@@ -344,7 +356,9 @@ class Answer:
     def take(self, choice: int, output: RequestOutput) -> None:
         """An output that came about without a stream of its own."""
         self.outputs[choice] = output
-        self._served.metrics.observe(output)
+        self._explained[choice] = explained = explain(output, self._engine.model.tokenizer)
+        self._served.explained.add(self.id, choice, explained, self._caller.tenant)
+        self._served.metrics.observe(replace(output, explanation=None))  # several answers may have one prompt
         self._log(output)
 
     def _note(self, choice: int, delta: Delta) -> Delta:

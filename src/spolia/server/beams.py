@@ -112,6 +112,7 @@ def _force_words(body: ChatRequest | CompletionRequest, tokenizer: Tokenizer) ->
 
 
 def _output(run: BeamRun, beam: BeamOutput) -> RequestOutput:
+    first = run.first
     return RequestOutput(
         request_id="",
         prompt_token_ids=tuple(run.prompt_token_ids),
@@ -120,10 +121,16 @@ def _output(run: BeamRun, beam: BeamOutput) -> RequestOutput:
         logprobs=beam.logprobs,
         finish_reason=beam.finish_reason,
         stop_reason=beam.stop_reason,
-        num_cached_tokens=run.num_cached_tokens,
-        num_restored_tokens={},
-        explanation=None,
+        num_cached_tokens=0 if first is None else first.num_cached_tokens,
+        num_restored_tokens={} if first is None else first.num_restored_tokens,
+        explanation=None if first is None else first.explanation,
         seed=run.seed,
         timings=Timings(None, None, 0.0),
         num_truncated_tokens=run.num_truncated_tokens,
+        namespace=b"" if first is None else first.namespace,
+        ranges=() if first is None else first.ranges,
+        evicted_age_s=None if first is None else first.evicted_age_s,
+        decisions=beam.decisions,
+        strategy="beam search",
+        choices=beam.choices,
     )

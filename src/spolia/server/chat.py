@@ -95,7 +95,7 @@ class ChatEndpoint:
                 ),
             )
             ids, said = turn.prompt_ids, turn.messages
-        search = await beam_search(body, served.engine) or contrastive_search(body, served.engine)
+        search = await beam_search(body, served.engine) or await contrastive_search(body, served.engine)
         if search is not None:
             return await respond_with_search(
                 request,
@@ -106,6 +106,7 @@ class ChatEndpoint:
                 lambda answer: _ChatRendering(body, answer, model.tokenizer, None, _thoughts(body, model, ids)),
                 cache_salt=body.cache_salt or "",
                 max_waiting=self._config.max_waiting,
+                explains=bool(body.explain),
             )
         params = await params_of_choices(body, served.engine)
         answer = Answer.submit(

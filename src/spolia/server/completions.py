@@ -56,7 +56,7 @@ class CompletionEndpoint:
         echoes = [""] * len(asked)
         if body.echo:
             echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in asked]
-        search = await beam_search(body, served.engine) or contrastive_search(body, served.engine)
+        search = await beam_search(body, served.engine) or await contrastive_search(body, served.engine)
         if search is not None:
             return await respond_with_search(
                 request,
@@ -67,6 +67,7 @@ class CompletionEndpoint:
                 lambda answer: _CompletionRendering(body, answer, tokenizer, echoes),
                 cache_salt=body.cache_salt or "",
                 max_waiting=self._config.max_waiting,
+                explains=bool(body.explain),
             )
         answer = Answer.submit(
             "cmpl",

@@ -57,7 +57,7 @@ def refuse_company(body: ChatRequest | CompletionRequest, search: str, *names: s
     """
     if body.stream:
         raise InvalidRequest(f"{search} does not stream: the answer is known at its end", param="stream")
-    for name in ("session", "explain", "tools", *names):
+    for name in ("session", "tools", *names):
         if getattr(body, name, None):
             raise InvalidRequest(f"{name} does not go with {search}; leave it out", param=name)
 
@@ -72,8 +72,12 @@ async def respond_with_search(
     *,
     cache_salt: str,
     max_waiting: int,
+    explains: bool,
 ) -> Response:
     """Search from each prompt. The client's going away ends it.
+
+    Args:
+        explains: tell how each answer came about.
 
     Raises:
         InvalidRequest: a prompt does not fit the context.
@@ -121,6 +125,7 @@ async def respond_with_search(
             caller.account.settle(num_tokens)
     outputs = [answer.outputs[choice] for choice in range(len(answers))]
     beams = [{"index": i, "score": found.score} for i, found in enumerate(answers) if found.score is not None]
-    extras = Extras(usage=answer.usage(), spolia={"beams": beams} if beams else UNSET)
+    told = {**({"beams": beams} if beams else {}), **(answer.explanation() if explains else {})}
+    extras = Extras(usage=answer.usage(), spolia=told or UNSET)
     whole = rendering(answer).whole(outputs, extras)
     return Response(msgspec.json.encode(whole), headers={"x-request-id": answer.id}, media_type="application/json")

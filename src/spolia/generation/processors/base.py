@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from spolia.generation.history import History
 from spolia.generation.processors.candidates import Candidates, Scratch, Softmax
 
-__all__ = ["Filter", "Logits", "Processor"]
+__all__ = ["Filter", "Logits", "Processor", "Telling"]
 
 Logits = NDArray[np.float32]
 
@@ -31,6 +31,14 @@ class Processor(Protocol):
             logits: float32 `[len(rows), vocab_size]`; -inf: must not be drawn.
             rows: the tokens before the one to draw.
         """
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """A processor or filter with something to add where a decision is explained."""
+
+    def tell(self, num_candidates: int) -> Mapping[str, Any]:
+        """What it did to the last row, in values that JSON has; of lists of tokens, no more than so many."""
 
 
 class Filter:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,6 +57,7 @@ class Dola:
             )
         self.layers = _named(layers, depth) if isinstance(layers, str) else layers
         self._early: Logits | None = None
+        self._divergences: list[float] = []
 
     def take(self, early: Logits) -> None:
         """The logits `[len(layers), vocab_size]` of the earlier layers, for the next token."""
@@ -69,13 +70,26 @@ class Dola:
         (row,) = logits
         last = _log_softmax(row)
         earlier = [_log_softmax(one) for one in early]
-        chosen = earlier[0]
+        self._divergences = []
         if len(earlier) > 1:
             known = np.isfinite(row)  # what is forbidden already tells nothing of the layers
-            chosen = earlier[int(np.argmax([_divergence(last[known], one[known]) for one in earlier]))]
+            self._divergences = [_divergence(last[known], one[known]) for one in earlier]
+        chosen = earlier[self._chosen]
         is_likely = last >= last.max() + np.float32(math.log(_RELATIVE_TOP))
         np.subtract(last, np.where(is_likely, chosen, _OTHERS), out=row)
         row[~is_likely] = -np.inf
+
+    @property
+    def _chosen(self) -> int:
+        return int(np.argmax(self._divergences)) if self._divergences else 0
+
+    def tell(self, num_candidates: int) -> Mapping[str, Any]:
+        """The layer that the last one was contrasted with, and how much each differed, where there was a choice."""
+        divergences = [
+            {"layer": layer, "divergence": divergence}
+            for layer, divergence in zip(self.layers, self._divergences, strict=False)
+        ]
+        return {"layer": self.layers[self._chosen], "divergences": divergences}
 
 
 def _named(name: str, depth: Depth) -> tuple[int, ...]:

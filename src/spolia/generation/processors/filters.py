@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,14 +68,18 @@ class DynamicTemperature(Filter):
         self._low = low
         self._high = high
         self._exponent = exponent
+        self._last = high
+
+    def tell(self, num_candidates: int) -> Mapping[str, Any]:
+        return {"temperature": self._last}
 
     def apply(self, candidates: Candidates, history: History, scratch: Scratch) -> Candidates:
         scores = candidates.scores
         if len(scores) == 1:
             return candidates
         share = min(max(Softmax(scores, scratch).entropy / math.log(len(scores)), 0.0), 1.0)
-        temperature = self._low + (self._high - self._low) * share**self._exponent
-        return candidates._replace(scores=scores / np.float32(max(temperature, 1e-5)))
+        self._last = max(self._low + (self._high - self._low) * share**self._exponent, 1e-5)
+        return candidates._replace(scores=scores / np.float32(self._last))
 
 
 class TopK(Filter):
@@ -224,6 +229,10 @@ class Mirostat(Filter):
         self._eta = eta
         self._limit = 2 * tau
         self._offered: tuple[int, Candidates] | None = None
+
+    def tell(self, num_candidates: int) -> Mapping[str, Any]:
+        """The most bits of surprise that a token may have."""
+        return {"limit": self._limit}
 
     def apply(self, candidates: Candidates, history: History, scratch: Scratch) -> Candidates:
         self._learn(history, scratch)
