@@ -1,7 +1,7 @@
 """What logits processors cost: time to sample 64 rows of a vocabulary of 151,936, by what the rows ask for.
 
 Every row is a sequence of 1,000 prompt tokens and 200 of its answer, with a pipeline of its own. Prints a JSON line a
-setting: milliseconds for all rows (best of five, all settings in turn), and that less the greedy batch's. Compare it
+setting: milliseconds for all rows (best of twenty, all settings in turn), and that less the greedy batch's. Compare it
 with a step of 64 streams of a model of that vocabulary: `spolia bench MODEL --only batch --concurrency 64`.
 
     python benchmarks/processors.py
@@ -79,7 +79,7 @@ def main() -> None:
     for kind in ("peaked", "flat"):
         logits = logits_of(kind, rng)
         best = dict.fromkeys(SETTINGS, float("inf"))
-        for _ in range(5):
+        for _ in range(20):
             for name in SETTINGS:
                 copy = logits.copy()
                 started_s = time.perf_counter()

@@ -5,8 +5,8 @@
 The filters that most requests use (temperature -> top-k -> top-p -> min-p) are built in; the others are processors.
 
 Greedy rows of a batch are one argmax over the whole array, which is row-independent too: comparing has no rounding.
-Filters need the largest few of some 100,000 values. They are found without sorting: the k-th largest of the maxima of
-512 slices of a row cannot exceed the row's k-th largest value: a threshold that only a few hundred values pass.
+Filters need the largest few of some 100,000 values, which are found without sorting, and without a pass over the rest
+but for the largest of each column; see `candidates`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ from numpy.typing import NDArray
 
 from spolia.generation.params import SamplingParams
 from spolia.generation.pipeline import Pipeline
-from spolia.generation.processors.candidates import Candidates, Scratch, largest, most_likely
+from spolia.generation.processors.candidates import (
+    Candidates,
+    Scratch,
+    at_least,
+    largest,
+    most_likely,
+    total_of,
+    within_mass,
+)
 from spolia.generation.uniform import uniform
 
 __all__ = ["RowSampling", "Sampler", "Samples", "TokenLogprobs", "score_token"]
 
-_NUM_SLICES = 512
 _BUCKET = 256
 
 
@@ -85,12 +92,9 @@ class Sampler:
         self, vocab_size: int, argmax: Callable[[NDArray[np.float32]], NDArray[np.int64]] | None = None
     ) -> None:
         self._argmax = argmax or _argmax
-        # A row is worked on in this padded copy: the same alignment and length for each row, so the same rounding.
-        num_columns = -(-vocab_size // _NUM_SLICES)
+        # A row is worked on in this copy: the same alignment and length for each row, so the same rounding.
         self._vocab_size = vocab_size
-        self._padded = np.full(max(num_columns * _NUM_SLICES, _BUCKET), -np.inf, np.float32)
-        self._row = self._padded[:vocab_size]
-        self._slices = self._padded[: num_columns * _NUM_SLICES].reshape(num_columns, _NUM_SLICES)
+        self._row = np.empty(vocab_size, np.float32)
         self._scratch = Scratch(vocab_size)
         self._weights = np.zeros(-(-vocab_size // _BUCKET) * _BUCKET, np.float32)
 
@@ -143,7 +147,7 @@ class Sampler:
         log_normaliser = float(maximum) + math.log(self._exp_row().sum())
         if not num_top:
             return log_normaliser, ()
-        ids = self._largest(num_top)
+        ids = largest(logits, num_top)
         values = logits[ids]
         order = np.argsort(-values, kind="stable")[:num_top]
         top = tuple((int(ids[i]), float(values[i]) - log_normaliser) for i in order)
@@ -171,32 +175,45 @@ class Sampler:
 
     def _draw(self, logits: NDArray[np.float32], best_id: int, row: RowSampling) -> int:
         params = row.params
-        u = row.uniform
-        x = self._row
-        np.subtract(logits, logits[best_id], out=x)  # the best token has weight exp(0) = 1, so nothing overflows
-        np.divide(x, np.float32(params.temperature), out=x)
+        best, temperature = logits[best_id], np.float32(params.temperature)
         if params.top_k > 0:
-            ids = self._largest(params.top_k)
-            weights = np.exp(x[ids], dtype=np.float64)
-            total = float(weights.sum())
+            ids = largest(logits, params.top_k)
         elif params.top_p < 1.0:
-            total = float(self._exp_row().sum())
-            ids, weights = self._at_least_mass(params.top_p * total)
+            self._scale(logits, best, temperature)
+            ids = self._nucleus(params.top_p)
         elif params.min_p > 0.0:
-            ids = np.flatnonzero(x >= np.float32(np.log(params.min_p)))
-            weights = np.exp(x[ids], dtype=np.float64)
-            total = float(weights.sum())
+            reach = float(temperature) * math.log(params.min_p)
+            margin = 1e-3 + 1e-6 * abs(float(best))  # some that are less likely are sorted out below
+            ids = at_least(logits, np.float32(float(best) + 1.0001 * reach - margin))
         else:
-            return self._draw_from_all(u)
-        if params.top_p < 1.0:
-            likely = most_likely(x[ids], params.top_p * total)
+            self._scale(logits, best, temperature)
+            return self._draw_from_all(row.uniform)
+        scaled = (logits[ids] - best) / temperature
+        weights = np.exp(scaled, dtype=np.float64)
+        if params.top_p < 1.0 and params.top_k > 0:
+            likely = most_likely(scaled, params.top_p * float(weights.sum()))
             ids, weights = ids[likely], weights[likely]
         if params.min_p > 0.0:
             kept = weights >= params.min_p
             ids, weights = ids[kept], weights[kept]
         cumulative = np.cumsum(weights)
-        index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+        index = int(np.searchsorted(cumulative, row.uniform * cumulative[-1], side="right"))
         return int(ids[min(index, len(ids) - 1)])
+
+    def _scale(self, logits: NDArray[np.float32], best: np.float32, temperature: np.float32) -> None:
+        np.subtract(logits, best, out=self._row)  # the best token has weight exp(0) = 1, so nothing overflows
+        if temperature != 1:
+            np.divide(self._row, temperature, out=self._row)
+
+    def _nucleus(self, top_p: float) -> NDArray[np.intp]:
+        """Ids, ascending, of the likeliest tokens of the scaled row that have this probability together."""
+        row, scratch = self._row, self._scratch
+        weights = np.exp(row, out=scratch.weights)
+        total = total_of(weights)
+        distance = np.negative(row, out=scratch.terms)
+        ids = within_mass(distance, weights, total, top_p * total, scratch.mask)
+        nucleus: NDArray[np.intp] = ids[most_likely(row[ids], top_p * total)]
+        return nucleus
 
     def _draw_from_all(self, u: float) -> int:
         """One draw with the weights exp(row): first a bucket, then a token in it, which saves a long running sum."""
@@ -216,30 +233,6 @@ class Sampler:
         np.exp(self._row, out=self._weights[: self._vocab_size])
         sums: NDArray[np.float64] = self._weights.reshape(-1, _BUCKET).sum(axis=1).astype(np.float64)
         return sums
-
-    def _largest(self, k: int) -> NDArray[np.intp]:
-        """Ids, ascending, of all values of the row that are no less than its k-th largest."""
-        x = self._row
-        if k >= self._vocab_size:
-            return np.arange(self._vocab_size)
-        if k > _NUM_SLICES // 2:
-            return np.flatnonzero(x >= np.partition(x, -k)[-k])
-        maxima = self._slices.max(axis=0)
-        ids = np.flatnonzero(x >= np.partition(maxima, -k)[-k])
-        values = x[ids]
-        largest: NDArray[np.intp] = ids[values >= np.partition(values, -k)[-k]]
-        return largest
-
-    def _at_least_mass(self, mass: float) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-        """Ids and weights of all tokens above some weight, together no less than `mass`: a superset of the nucleus."""
-        depth = 4.0
-        while depth < 64.0:
-            ids = np.flatnonzero(self._row >= -depth)
-            weights = self._weights[ids].astype(np.float64)
-            if weights.sum() >= mass:
-                return ids, weights
-            depth *= 2.0
-        return np.arange(self._vocab_size), self._weights[: self._vocab_size].astype(np.float64)
 
 
 def score_token(log_probs: NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:

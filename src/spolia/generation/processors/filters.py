@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 Kept = NDArray[np.intp]
+Scores = NDArray[np.float32]
 _TOP_H_TOKENS = 100
 _XTC = 1  # the purpose of its draws
 _LOG_2 = math.log(2)
@@ -52,7 +53,7 @@ class Temperature(Filter):
         self._temperature = np.float32(temperature)
 
     def apply(self, candidates: Candidates, history: History, scratch: Scratch) -> Candidates:
-        scores = candidates.scores / self._temperature
+        scores = _divided(candidates.scores, self._temperature, scratch)
         return candidates._replace(scores=np.maximum(scores, _LOWEST, out=scores))  # none overflows to "forbidden"
 
 
@@ -79,7 +80,7 @@ class DynamicTemperature(Filter):
             return candidates
         share = min(max(Softmax(scores, scratch).entropy / math.log(len(scores)), 0.0), 1.0)
         self._last = max(self._low + (self._high - self._low) * share**self._exponent, 1e-5)
-        return candidates._replace(scores=scores / np.float32(self._last))
+        return candidates._replace(scores=_divided(scores, np.float32(self._last), scratch))
 
 
 class TopK(Filter):
@@ -262,3 +263,9 @@ class Renormalise:
             best = float(row.max())
             total = math.log(np.exp(row.astype(np.float64) - best).sum())
             row -= np.float32(best + total)
+
+
+def _divided(scores: Scores, temperature: np.float32, scratch: Scratch) -> Scores:
+    """A quotient, in scratch if it is of a whole row: that lasts until another temperature is applied."""
+    out: Scores = scratch.scores[: len(scores)]
+    return np.divide(scores, temperature, out=out)
