@@ -204,6 +204,7 @@ def test_what_does_not_go_with_it_is_refused_by_name(name):
         "filter_order": ["top_p"],
         "dola_layers": "low",
         "token_healing": True,
+        "synthid": {"keys": [1]},
         "context_shift": {"sinks": 1},
         "prompt_logprobs": 1,
         "stopping_criteria": [len],

@@ -176,6 +176,8 @@ class SamplingParams:
         structured_outputs: the form that the answer must have, a `StructuredOutput` or a mapping with one of json (a
             schema), json_object, regex, choice, grammar; see there.
         watermark: settings of a `Watermark`: ratio, bias, key, context_width; {} for the usual ones.
+        synthid: settings of a `SynthId`, another watermark, which follows all filters: keys, and ngram_len,
+            context_history_size, sampling_table_size, sampling_table_seed, skip_first_ngram_calls.
         remove_invalid_values: logits that are no numbers do not fail the request.
         renormalize_logits: make what is left log-probabilities; of use to processors of one's own that follow.
         logits_processors: one's own: a `Processor`, a class or function that makes one, its import path
@@ -258,6 +260,7 @@ class SamplingParams:
     dola_layers: str | tuple[int, ...] | None = None
     structured_outputs: StructuredOutput | None = None
     watermark: Mapping[str, Any] | None = None
+    synthid: Mapping[str, Any] | None = None
     remove_invalid_values: bool = False
     renormalize_logits: bool = False
     logits_processors: tuple[Any, ...] = ()
@@ -405,6 +408,8 @@ class SamplingParams:
             self._set("structured_outputs", StructuredOutput.of(self.structured_outputs))
         if self.watermark is not None:
             self._set("watermark", _watermark(self.watermark))
+        if self.synthid is not None:
+            self._set("synthid", _synthid(self.synthid))
         self._set("logits_processors", as_tuple("logits_processors", self.logits_processors))
 
     @property
@@ -446,3 +451,31 @@ def _watermark(settings: Any) -> dict[str, Any]:
     if "context_width" in settings:
         check_integer("watermark", settings["context_width"], 1, 64)
     return dict(settings)
+
+
+_SYNTHID = {
+    "ngram_len": (2, 64),
+    "context_history_size": (1, 2**16),
+    "sampling_table_size": (2, 2**24),
+    "sampling_table_seed": (0, 2**32 - 1),
+}
+_MAX_ROUNDS = 64
+
+
+def _synthid(settings: Any) -> dict[str, Any]:
+    known = ("keys", *_SYNTHID, "skip_first_ngram_calls")
+    if not isinstance(settings, Mapping) or not set(settings) <= set(known) or "keys" not in settings:
+        raise InvalidRequest(
+            f"synthid is {settings!r}; it must be a mapping with keys, and any of {', '.join(known[1:])}",
+            param="synthid",
+        )
+    keys = as_tuple("synthid", settings["keys"])
+    if not 1 <= len(keys) <= _MAX_ROUNDS:
+        raise InvalidRequest(f"synthid has {len(keys)} keys; allowed are 1 to {_MAX_ROUNDS}", param="synthid")
+    for key in keys:
+        check_integer("synthid", key, -(2**63), 2**63 - 1)
+    for name, (low, high) in _SYNTHID.items():
+        if name in settings:
+            check_integer("synthid", settings[name], low, high)
+    check_bool("synthid", settings.get("skip_first_ngram_calls", False))
+    return {**settings, "keys": keys}

@@ -26,6 +26,7 @@ from spolia.generation.processors.candidates import Candidates, Scratch
 from spolia.generation.processors.dola import Depth, Dola
 from spolia.generation.processors.guidance import Guidance
 from spolia.generation.processors.own import own_processor
+from spolia.generation.processors.synthid import SynthId
 from spolia.generation.processors.watermark import Watermark
 from spolia.generation.reasoning import ThinkingBudget
 from spolia.generation.structured import GrammarMask
@@ -392,6 +393,8 @@ def build_pipeline(
     if params.structured_outputs is not None:
         form = vocabulary.grammars.compile(params.structured_outputs)
         named.append(("structured_outputs", form))
+    if params.synthid is not None and params.is_greedy:  # else it follows the filters
+        named.append(("synthid", SynthId(**params.synthid)))
     if params.renormalize_logits:
         named.append(("renormalize_logits", filters.Renormalise()))
     is_explained = params.explain_candidates is not None
@@ -403,7 +406,8 @@ def build_pipeline(
 
 def _made_filters(params: SamplingParams) -> dict[str, Filter]:
     names = ("temperature", "mirostat") if params.mirostat else FILTER_NAMES
-    return {name: it for name in names if (it := FILTERS[name](params)) is not None}
+    made = {name: it for name in names if (it := FILTERS[name](params)) is not None}
+    return made if params.synthid is None else {**made, "synthid": SynthId(**params.synthid)}
 
 
 def _is_plain(params: SamplingParams) -> bool:

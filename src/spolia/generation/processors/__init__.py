@@ -8,6 +8,7 @@ from __future__ import annotations
 from spolia.generation.processors.base import Filter, Logits, Processor
 from spolia.generation.processors.dola import Depth
 from spolia.generation.processors.own import LogitsTap, TransformersProcessor, first_met, import_processor
+from spolia.generation.processors.synthid import SynthId, SynthIdDetector, SynthIdResult
 from spolia.generation.processors.watermark import Watermark, WatermarkDetector, WatermarkResult
 
 __all__ = [
@@ -16,6 +17,9 @@ __all__ = [
     "Logits",
     "LogitsTap",
     "Processor",
+    "SynthId",
+    "SynthIdDetector",
+    "SynthIdResult",
     "TransformersProcessor",
     "Watermark",
     "WatermarkDetector",
