@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from spolia.errors import InvalidRequest
 from spolia.generation import History
 from spolia.generation.processors.guidance import Guidance
 
-from .toy import EOS, run, submit, toy_answer, toy_engine, toy_logits
+from .toy import EOS, answer, run, submit, toy_answer, toy_engine, toy_logits
 
 PROMPT, NEGATIVE = list(range(40)), [7, 8, 9, 7]
 
@@ -122,6 +124,32 @@ def test_a_pair_that_is_aborted_leaves_nothing_behind():
     assert run(engine)[request.request_id].finish_reason == "abort"
     assert engine.core.stats.num_running == 0
     assert all(ledger.leased == 0 for ledger in engine.core.cache.ledger())
+
+
+@pytest.mark.parametrize("negative", [NEGATIVE, [9] * 50, [9] * 63])
+def test_an_answer_ends_where_the_context_of_either_prompt_does(negative):
+    """And not a token sooner or later; without max_tokens it is as long as both have room for."""
+    prompt = PROMPT[:10]
+    most = 64 - max(len(prompt), len(negative))
+    for max_tokens in (None, most):
+        engine = toy_engine(max_context=64, num_blocks=40)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, guidance_scale=2.0, negative_prompt=negative, ignore_eos=True
+        )
+        output = answer(engine, prompt, params)
+        assert output.token_ids == naive(prompt, negative, 2.0, most)
+        assert output.finish_reason == "length"
+        assert all(ledger.leased == 0 for ledger in engine.core.cache.ledger())
+    with pytest.raises(InvalidRequest, match="64") as caught:
+        submit(engine, prompt, replace(params, max_tokens=most + 1))
+    assert caught.value.param == ("guidance_scale" if len(negative) > len(prompt) else "prompt")
+
+
+def test_a_negative_prompt_that_fills_the_context_is_refused():
+    engine = toy_engine(max_context=64)
+    with pytest.raises(InvalidRequest, match="a context of 64") as caught:
+        submit(engine, PROMPT[:10], SamplingParams(guidance_scale=2.0, negative_prompt=[9] * 64))
+    assert caught.value.param == "guidance_scale"
 
 
 @pytest.mark.parametrize(

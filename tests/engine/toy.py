@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from spolia.engine import Admission, Engine, EngineConfig, EngineCore, Request, RequestOutput, SamplingParams
 from spolia.engine.draft_model import DraftModel
 from spolia.engine.drafter import make_drafter
-from spolia.engine.resizing import PoolSizes
+from spolia.engine.resizing import PoolSizes, fitting_tokens
 from spolia.engine.storage import build_cache
 from spolia.generation import Depth
 from spolia.kernels import BLOCK_SIZE, StepInputs
@@ -259,14 +259,13 @@ def toy_engine(
         drafter=make_drafter(speculation, cache, model=draft_model, clock=clock),
         check=True,
     )
-    fitting = max((n for n in range(max_context) if cache.fits(n, max_batch_tokens)), default=0) + 1
     owner = {"model": "toy"} if codec is None else {"model": "toy", "codec": codec.name}
     admission = Admission(
         tokenizer=tokenizer,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset(eos_token_ids),
         max_context=max_context,
-        fitting_tokens=fitting,
+        fitting_tokens=fitting_tokens(cache, max_context, max_batch_tokens),
         max_sequences=max_sequences,
         namespace=lambda salt: namespace_key(**owner, salt=salt),
         exact_namespace=None if codec is None else lambda salt: namespace_key(model="toy", salt=salt),

@@ -78,9 +78,8 @@ def say(synthid, num_tokens, rng):
     scratch = Scratch(VOCAB_SIZE)
     for _ in range(num_tokens):
         flat = Candidates(None, rng.standard_normal(VOCAB_SIZE).astype(np.float32))
-        ids, scores = (
-            flat if synthid is None else synthid.apply(flat, History.of([1], said, vocab_size=VOCAB_SIZE), scratch)
-        )
+        history = History.of([1], said, vocab_size=VOCAB_SIZE)
+        scores = (flat if synthid is None else synthid.apply(flat, history, scratch)).scores
         weights = np.exp(scores.astype(np.float64))
         said.append(int(rng.choice(VOCAB_SIZE, p=weights / weights.sum())))
     return said

@@ -37,7 +37,7 @@ class Admission:
 
     Attributes:
         max_context: most tokens of prompt and answer, if there is KV memory for them.
-        fitting_tokens: most tokens of prompt and answer for which the pools, when empty, have blocks.
+        fitting_tokens: most tokens for which the pools, when empty, have blocks: as much as two contexts.
         max_sequences: lanes of the batch.
         namespace: the namespace of a cache salt.
         exact_namespace: that of requests which want exact KV; None: the same.
@@ -183,8 +183,9 @@ class Admission:
             raise InvalidRequest(
                 f"guidance_scale is {params.guidance_scale}: guidance computes a second sequence, of "
                 f"{num_guide_tokens} tokens and the {wanted} of the answer, which does not fit beside the first of "
-                f"{num_prompt_tokens}: there are {self.max_sequences} lanes, and KV blocks for {self.fitting_tokens} "
-                "tokens. Lower max_tokens, shorten the prompts, or raise kv_memory or max_sequences",
+                f"{num_prompt_tokens}: there are {self.max_sequences} lanes, a context of {self.max_context} tokens, "
+                f"and KV blocks for {self.fitting_tokens}. Lower max_tokens, shorten the prompts, or raise "
+                "max_context, kv_memory or max_sequences",
                 param="guidance_scale",
             )
         return most

@@ -23,8 +23,12 @@ __all__ = ["PoolSizes", "fitting_tokens"]
 
 
 def fitting_tokens(cache: KVCache, max_context: int, max_batch_tokens: int) -> int:
-    """Most tokens of prompt and answer that fit when they have all pools to themselves; the last one has no KV."""
-    return bisect_left(range(1, max_context), True, key=lambda kept: not cache.fits(kept, max_batch_tokens)) + 1
+    """Most tokens of prompt and answer that fit when they have all pools to themselves; the last one has no KV.
+
+    Of two contexts, at most: a guided answer has two sequences, each of which may begin a block more than it fills.
+    """
+    most = 2 * (max_context + cache.block_size)
+    return bisect_left(range(1, most), True, key=lambda kept: not cache.fits(kept, max_batch_tokens)) + 1
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
