@@ -10,6 +10,7 @@ from spolia.generation.beams import NOT_WITH_BEAMS, Beam, BeamParams, BeamSearch
 from spolia.generation.contrastive import NOT_WITH_CONTRASTIVE, ContrastiveParams, ContrastiveSearch
 from spolia.generation.decisions import Choice, Option, Stage
 from spolia.generation.drafting import MAX_DRAFTS, NO_GUESS, Acceptance, DraftCount, Guess, Guesser
+from spolia.generation.generation_config import from_generation_config
 from spolia.generation.healing import Healing
 from spolia.generation.history import History
 from spolia.generation.params import FILTER_NAMES, MAX_LOGPROBS, SamplingParams
@@ -83,6 +84,7 @@ __all__ = [
     "WatermarkDetector",
     "build_pipeline",
     "first_met",
+    "from_generation_config",
     "import_processor",
     "score_token",
     "uniform",
