@@ -62,16 +62,44 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "remove_invalid_values": st.booleans(),
     "renormalize_logits": st.booleans(),
     "filter_order": st.permutations(["top_p", "temperature", "typical_p"]),
+    "dry_base": st.floats(1.0, 3.0),
+    "dry_penalty_last_n": st.integers(-1, 9),
+    "dry_sequence_breakers": st.just(["a", "bc"]),
+    "dynatemp_exponent": st.floats(0.5, 2.0),
+    "mirostat_eta": st.floats(0.05, 0.5),
+    "skip_special_tokens": st.booleans(),
+    "exact_kv": st.booleans(),
+    "truncate": st.sampled_from(["head", "middle"]),
+    "truncate_prompt_tokens": st.integers(1, 12),
 }
+
+
+def only_even(_row, ids):
+    return range(int(ids[-1]) % 2, VOCAB_SIZE, 2)
+
+
+def said_enough(ids):
+    return int(ids[-1]) % 5 == 0
+
+
+# What HTTP does not have, or has under other names.
+IN_PYTHON: dict[str, st.SearchStrategy[Any]] = {
+    "prefix_allowed_tokens_fn": st.just(only_even),
+    "stopping_criteria": st.just((said_enough,)),
+    "structured_outputs": st.sampled_from([{"regex": "[ab]{3}|c+"}, {"choice": ["yes", "yellow", "no"]}]),
+}
+EVERYTHING = SETTINGS | IN_PYTHON
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
     prompt = draw(st.lists(st.integers(0, 3), min_size=1, max_size=20))  # few tokens, so that prompts share beginnings
-    names = draw(st.lists(st.sampled_from(sorted(SETTINGS)), max_size=6, unique=True))
-    chosen = {name: draw(SETTINGS[name]) for name in names}
+    names = draw(st.lists(st.sampled_from(sorted(EVERYTHING)), max_size=6, unique=True))
+    chosen = {name: draw(EVERYTHING[name]) for name in names}
     if "dola_layers" in chosen:
         chosen.pop("guidance_scale", None)
+    if chosen.get("guidance_scale", 1.0) != 1.0:
+        chosen["negative_prompt"] = draw(st.lists(ids, min_size=1, max_size=5))
     return prompt, SamplingParams(max_tokens=draw(st.integers(4, 8)), **({"seed": 0} | chosen))
 
 

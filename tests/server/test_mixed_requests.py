@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from dataclasses import fields
 from typing import Any
 
 import httpx
@@ -12,8 +13,10 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from engine.test_mixed_batch import IN_PYTHON
 from engine.test_mixed_batch import SETTINGS as SAMPLING
 from engine.toy import EOS, ToyExecutable
+from spolia.engine import SamplingParams
 from spolia.generation import NOT_WITH_BEAMS, NOT_WITH_CONTRASTIVE
 from spolia.server.beams import DRAWING
 
@@ -39,6 +42,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "token_healing": st.just(True),
     "context_shift": st.just({"sinks": 2}),
     "thinking_budget": st.integers(0, 3),
+    "reasoning_tags": st.just(["<", ">"]),
     "speculation": st.booleans(),
     "prediction": st.text("abc", min_size=1, max_size=9),
     "logits_processors": st.sampled_from([["shy"], [{"name": "shy", "args": {"penalty": 4.0}}]]),
@@ -96,6 +100,8 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
     chosen = {name: draw(SETTINGS[name]) for name in names}
     if "dola_layers" in chosen or "context_shift" in chosen:
         chosen.pop("guidance_scale", None)
+    if chosen.get("guidance_scale", 1.0) != 1.0:
+        chosen["negative_prompt"] = draw(st.text("abc", min_size=1, max_size=5))
     return body | {name: value for name, value in chosen.items() if name not in body}
 
 
@@ -134,6 +140,12 @@ async def ask_all(url: str, batch: list[dict[str, Any]]) -> list[Any]:
     limits = httpx.Limits(max_connections=NUM_REQUESTS)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         return list(await asyncio.gather(*(ask(client, body) for body in batch)))
+
+
+def test_every_parameter_is_in_the_mix():
+    elsewhere = {"max_tokens", "negative_prompt"}  # always there; there with guidance_scale
+    names = {field.name for field in fields(SamplingParams)} - {"max_time"}  # how long it takes depends on the others
+    assert names == {*SETTINGS, *IN_PYTHON} | elsewhere
 
 
 def test_each_of_32_requests_is_answered_as_if_it_were_alone():
