@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,18 @@ from typing import Any
 import pytest
 
 from models.tiny import LLAMA, llama_tensors, write_gguf
-from spolia.engine import LLM, BeamParams, ContrastiveParams, RequestOutput, SamplingParams
+from spolia.engine import (
+    LLM,
+    AsyncEngine,
+    BeamParams,
+    CacheAdmin,
+    ContrastiveParams,
+    EngineConfig,
+    RequestOutput,
+    SamplingParams,
+)
 from spolia.errors import InvalidRequest
-from spolia.tiers import FolderBackend, conversations, export_conversation, import_conversation
+from spolia.tiers import Compressed, FolderBackend, conversations, export_conversation, import_conversation
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -155,6 +165,28 @@ def test_an_exported_conversation_says_its_bits_and_goes_only_where_they_are_wan
     assert ask(model, tmp_path / "exact").num_rounded_tokens == {}
     import_conversation(FolderBackend(tmp_path / "new"), tmp_path / "talk.kv")
     assert ask(model, tmp_path / "new", kv_offload_dtype="int8").num_rounded_tokens == {"int8": 192}
+
+
+@KINDS
+def test_exact_kv_that_is_compressed_is_to_the_byte_what_an_engine_that_rounds_writes(model, tmp_path, kind):
+    cold = ask(model, tmp_path / "kv", params=EXACT, kv_offload_dtype=kind)
+    ask(model, tmp_path / "rounded", kv_offload_dtype=kind)
+
+    async def compress() -> dict[str, Compressed]:
+        settings = EngineConfig(kv_memory=4 << 20, num_threads=1, kv_disk=tmp_path / "kv", kv_offload_dtype=kind)
+        async with AsyncEngine(model, settings) as engine:
+            return (await CacheAdmin(engine, engine.sealer).compress({""})).tiers
+
+    report = asyncio.run(compress())["disk"]
+    assert (report.num_blocks, report.num_skipped) == ((len(PROMPT) + 11) // 16, 0)
+    assert report.num_bytes_after < {"int8": 0.7, "int4": 0.6}[kind] * report.num_bytes_before
+    names = sorted(path.relative_to(tmp_path / "rounded") for path in (tmp_path / "rounded").rglob("*.kv"))
+    assert sorted(path.relative_to(tmp_path / "kv") for path in (tmp_path / "kv").rglob("*.kv")) == names
+    assert all((tmp_path / "kv" / name).read_bytes() == (tmp_path / "rounded" / name).read_bytes() for name in names)
+    warm = ask(model, tmp_path / "kv", kv_offload_dtype=kind)
+    assert (warm.num_restored_tokens, warm.num_rounded_tokens) == ({"disk": 192}, {kind: 192})
+    again = ask(model, tmp_path / "kv", params=EXACT, kv_offload_dtype=kind)
+    assert (again.num_cached_tokens, again.token_ids, logprobs(again)) == (0, cold.token_ids, logprobs(cold))
 
 
 def test_the_fingerprint_tells_an_engine_that_rounds(model, tmp_path):

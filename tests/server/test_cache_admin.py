@@ -202,8 +202,11 @@ def test_a_tier_that_hangs_is_named_and_drops_what_was_cleared_when_it_comes_bac
 @pytest.mark.parametrize("way", [{"all": True}, {"namespace": True}, {"prompt": prompt(0, 64)}])
 def test_what_is_pinned_is_cleared_only_if_that_is_said(server, way):
     pin = server.post("warm", prompt=prompt(0, 96), pin=True)["pin"]
+    server.cached([*prompt(0, 64), *prompt(1, 40)])
+    eventually(lambda: server.lookup([*prompt(0, 64), *prompt(1, 40)])[1]["disk"] == 96)
     assert server.post("clear", **way)["kept_pins"] == [pin]
-    assert server.lookup(prompt(0, 96))[0] == 95
+    assert server.lookup(prompt(0, 96)) == (95, {"host": 0, "disk": 96})
+    assert server.lookup([*prompt(0, 64), *prompt(1, 40)])[1]["disk"] == 64
     assert server.post("clear", **way, pinned=True)["kept_pins"] == []
     assert server.lookup(prompt(0, 96)) == (0, {"host": 0, "disk": 0})
 

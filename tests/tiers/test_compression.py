@@ -39,12 +39,12 @@ class Fussy(ToyCodec):
 USUAL = Encoding("toy/int8", (BYTES,), Fussy())
 
 
-def chain(namespace: bytes, firsts: Sequence[int]) -> list[tuple[ExtentHeader, bytes]]:
+def chain(namespace: bytes, firsts: Sequence[int], group: int = 0) -> list[tuple[ExtentHeader, bytes]]:
     """One block after the other: each one's header and payload, which begins with the number given."""
     parent, made = root_digest(namespace), []
     for index, first in enumerate(firsts):
         ids = np.full(16, index, "<i4").tobytes()
-        header = ExtentHeader(namespace, parent, link(parent, ids), 0, 16 * index, ids, "toy", BYTES)
+        header = ExtentHeader(namespace, parent, link(parent, ids), group, 16 * index, ids, "toy", BYTES)
         made.append((header, bytes([first, 0, 0, 0]) * (BYTES // 4)))
         parent = header.digest
     return made
@@ -55,9 +55,9 @@ def fill(tier: Tier, blocks: Sequence[tuple[ExtentHeader, bytes]]) -> None:
         assert tier.put([header.key], [memoryview(bytearray(header.encode() + payload + bytes(SEAL_BYTES)))]) == 1
 
 
-def run(*tiers: Tier, kept: Sequence[bytes] = ()):
+def run(*tiers: Tier, kept: Sequence[bytes] = (), exact: Encoding = EXACT, usual: Encoding = USUAL):
     found = {tier: list((find_headers(tier.backend, {MINE}) or {}).values()) for tier in tiers}
-    return compress(found, {MINE: ROUNDED}, EXACT, USUAL, kept)
+    return compress(found, {MINE: ROUNDED}, exact, usual, kept)
 
 
 def keys(firsts: Sequence[int], namespace: bytes = ROUNDED) -> list[bytes]:
@@ -136,3 +136,18 @@ def test_what_is_kept_is_there_in_both_ways():
     assert tier.backend.exists([header.key for header, _ in blocks]) == [True, False]
     assert tier.count(keys([1, 2])) == 2
     assert report.num_bytes_after == EXACT.extent_bytes[0] + 2 * USUAL.extent_bytes[0]
+
+
+@pytest.mark.parametrize("where", ["one tier", "two tiers"])
+def test_a_block_of_several_groups_goes_as_a_whole_or_not_at_all(where):
+    """One group's block has values that fit in no fewer bits: the other's must not be all that is left of it."""
+    host, disk = Tier("host", HostBackend(1 << 20)), Tier("disk", HostBackend(1 << 20))
+    two = {"exact": Encoding("toy", (BYTES, BYTES)), "usual": Encoding("toy/int8", (BYTES, BYTES), Fussy())}
+    groups = [chain(MINE, [1, 2, 3], group=0), chain(MINE, [1, 9, 3], group=1)]
+    for tier, blocks in zip([host, disk if where == "two tiers" else host], groups, strict=True):
+        fill(tier, blocks)
+    reports = run(host, disk, **two)
+    assert sum(each.num_blocks for each in reports.values()) == 2
+    assert sum(each.num_skipped for each in reports.values()) == 4
+    for tier, blocks in zip([host, disk if where == "two tiers" else host], groups, strict=True):
+        assert tier.backend.exists([header.key for header, _ in blocks]) == [False, True, True]

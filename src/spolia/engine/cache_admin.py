@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from spolia.engine.core import EngineCore
 from spolia.engine.kv_files import put_in, take_out
@@ -78,7 +79,7 @@ class ClearReport:
         num_tier_blocks: by tier; blocks that a tier may have had.
         unlisted: tiers that cannot say what they hold, where only blocks that the device had were dropped; and those
             that do not answer now, which drop it, if at all, when what they hang at is over.
-        kept_pins: pins because of which something may have stayed on the device.
+        kept_pins: pins because of which something may have stayed, on the device and in tiers.
     """
 
     num_tokens: int
@@ -279,24 +280,25 @@ class CacheAdmin:
         """Drop all that is cached, of some namespaces or of all, but what running requests use.
 
         Args:
-            pinned: what is pinned, too. Pins hold on the device: tiers drop their copies in any case.
+            pinned: what is pinned, too.
         """
 
-        def drop(core: EngineCore) -> tuple[int, list[int]]:
+        def drop(core: EngineCore) -> tuple[int, list[int], set[bytes]]:
             cleared: list[bytes | None] = [None] if namespaces is None else [*namespaces]
             dropped = sum(core.cache.clear(namespace, pinned=pinned) for namespace in cleared)
+            kept = set() if pinned else _pinned_keys(core)
             if tiers:
                 core.tiering.transfers.cancel(namespaces)
                 core.tiering.tiers.offloader.forget(
-                    lambda tag: namespaces is None or any(ns in tag for ns in namespaces)
+                    lambda tag: (namespaces is None or any(ns in tag for ns in namespaces)) and key_of(tag) not in kept
                 )
-            kept = () if pinned else core.cache.pins()
-            return dropped, [pin.id for pin in kept if namespaces is None or pin.namespace in namespaces]
+            pins = () if pinned else core.cache.pins()
+            return dropped, [pin.id for pin in pins if namespaces is None or pin.namespace in namespaces], kept
 
-        num_tokens, kept_pins = await self._engine.call(drop)
+        num_tokens, kept_pins, kept = await self._engine.call(drop)
         if not tiers:
             return ClearReport(num_tokens, {}, (), tuple(kept_pins))
-        act = partial(_drop, namespaces=namespaces)
+        act = partial(_drop, namespaces=namespaces, kept=kept)
         dropped = await self._each(lambda mover, tier: mover.call(tier, act))
         return ClearReport(
             num_tokens,
@@ -325,17 +327,18 @@ class CacheAdmin:
     async def _clear_in(
         self, namespace: bytes, token_ids: Sequence[int], *, is_alone: bool, tiers: bool, pinned: bool
     ) -> ClearReport:
-        def drop(core: EngineCore) -> tuple[int, set[bytes], int, tuple[int, ...]]:
+        def drop(core: EngineCore) -> tuple[int, set[bytes], set[bytes], int, tuple[int, ...]]:
             num_tokens, tags = core.cache.clear_prefix(namespace, token_ids, is_alone=is_alone, pinned=pinned)
-            keys = {key_of(tag) for tag in tags}
+            kept = set() if pinned else _pinned_keys(core)
+            keys = {key_of(tag) for tag in tags} - kept
             if tiers:
                 core.tiering.transfers.cancel({namespace})
                 core.tiering.tiers.offloader.forget(lambda tag: key_of(tag) in keys)
             num_kept = core.cache.probe(namespace, [*token_ids, 0]) // BLOCK_SIZE
             pins = () if pinned else tuple(pin.id for pin in core.cache.pins(namespace, token_ids))
-            return num_tokens, keys, num_kept, pins
+            return num_tokens, keys, kept, num_kept, pins
 
-        num_tokens, keys, num_kept, pins = await self._engine.call(drop)
+        num_tokens, keys, kept, num_kept, pins = await self._engine.call(drop)
         if not tiers:
             return ClearReport(num_tokens, {}, (), pins)
         found = await self._find({namespace})
@@ -344,6 +347,7 @@ class CacheAdmin:
         doomed = family(headers, _chain(namespace, token_ids), num_kept, is_alone=is_alone)
         # What is not in one tier any more may be in the next: each drops what any has.
         gone = keys | {key for of_one in listed for key, each in of_one.items() if each and each.digest in doomed}
+        gone -= kept
         told = await self._each(lambda mover, tier: mover.discard(tier, list(gone)))
         return ClearReport(
             num_tokens,
@@ -395,7 +399,7 @@ class CacheAdmin:
         return await self._engine.call(swap)
 
 
-def _chain(namespace: bytes, token_ids: Sequence[int]) -> list[bytes]:
+def _chain(namespace: bytes, token_ids: ArrayLike) -> list[bytes]:
     """The digests of these tokens' whole blocks."""
     chain = KeyChain(namespace)
     chain.extend(np.asarray(token_ids, np.int32))
@@ -416,7 +420,16 @@ def _list(tier: Tier, namespaces: Collection[bytes] | None) -> _Found:
         return None
 
 
-def _drop(tier: Tier, namespaces: Collection[bytes] | None) -> int | None:
-    """How many blocks it has been told to drop; None: it cannot be listed, or does not answer."""
+def _pinned_keys(core: EngineCore) -> set[bytes]:
+    """What tiers call the whole blocks of what is pinned."""
+    blocks = core.tiering.blocks
+    return {key for namespace, ids in core.cache.pinned() for key in blocks.keys(_chain(namespace, ids))}
+
+
+def _drop(tier: Tier, namespaces: Collection[bytes] | None, kept: Collection[bytes]) -> int | None:
+    """How many blocks it has been told to drop, all but those kept; None: it cannot be listed, or does not answer."""
     found = _list(tier, namespaces)
-    return len(found) if found is not None and tier.delete([*found]) else None
+    if found is None:
+        return None
+    doomed = [key for key in found if key not in kept]
+    return len(doomed) if tier.delete(doomed) else None

@@ -517,6 +517,10 @@ class KVCache:
         """
         return self._pins.of(namespace, _as_ids(token_ids))
 
+    def pinned(self) -> list[tuple[bytes, Ids]]:
+        """(namespace, token ids) of what each pin was put on, also where it holds less of it by now."""
+        return self._pins.contents()
+
     # -- Looking over it -----------------------------------------------------------------------------------------------
 
     def ledger(self) -> tuple[Ledger, ...]:

@@ -88,6 +88,11 @@ class Pins:
             if namespace in (None, pin.namespace) and not (held[: len(ids)] != ids[: len(held)]).any()
         )
 
+    def contents(self) -> list[tuple[bytes, Ids]]:
+        """See `KVCache.pinned`."""
+        self.lift_expired()
+        return [(pin.namespace, ids) for pin, ids in self._held.values()]
+
     def _num_held(self, pin: Pin, ids: Ids) -> int:
         """How many tokens the pin still holds: what is computed again after it was given up is not pinned."""
         path, _ = self._tree.match(pin.namespace, ids)

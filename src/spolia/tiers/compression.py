@@ -42,8 +42,8 @@ def compress(
 ) -> dict[str, Compressed]:
     """Have tiers hold blocks in fewer bits, under the names of a namespace of such; the exact ones go.
 
-    A block goes when the other is written, and no block is written without that which it goes on from: without it,
-    nobody would find it. Reads all and takes as long as that does.
+    A block, which is all its groups in all tiers, goes when the other is written, and no block is written without that
+    which it goes on from: without it, nobody would find it. Reads all and takes as long as that does.
 
     Args:
         found: what to do it with.
@@ -56,22 +56,52 @@ def compress(
     """
     reports = {tier.name: Compressed() for tier in found}
     digests = {root_digest(old): root_digest(new) for old, new in namespaces.items()}
-    broken: set[bytes] = set()  # of which one group's block, at least, cannot be written in fewer bits
     written: dict[Tier, list[bytes]] = {tier: [] for tier in found}
-    jobs = [(tier, header) for tier, headers in found.items() for header in headers]
-    for tier, listed in sorted(jobs, key=lambda job: job[1].start):  # parents first
-        report = reports[tier.name]
+    by_block: dict[bytes, list[tuple[Tier, ExtentHeader]]] = {}  # the copies of all groups, in all tiers
+    for tier, headers in found.items():
+        for header in headers:
+            by_block.setdefault(header.digest, []).append((tier, header))
+    for digest, copies in sorted(by_block.items(), key=lambda item: item[1][0][1].start):  # parents first
+        parent = digests.get(copies[0][1].parent)
+        made = None if parent is None else _rewritten(copies, namespaces, parent, exact, rounded)
+        if made is None or not all(tier.put([new.key], [memoryview(extent)]) for tier, _, new, extent in made):
+            for tier, _ in copies:
+                reports[tier.name].num_skipped += 1
+            continue
+        for tier, header, new, extent in made:
+            digests[digest] = new.digest
+            written[tier].append(new.key)
+            report = reports[tier.name]
+            report.num_blocks += 1
+            report.num_bytes_before += exact.extent_bytes[header.group]
+            report.num_bytes_after += len(extent)
+            if digest in kept:
+                report.num_bytes_after += exact.extent_bytes[header.group]
+            else:
+                tier.delete([header.key])
+    for tier, keys in written.items():
+        tier.touch(keys)  # a chain is kept from its head, which was written first
+    return reports
+
+
+def _rewritten(
+    copies: Iterable[tuple[Tier, ExtentHeader]],
+    namespaces: Mapping[bytes, bytes],
+    parent: bytes,
+    exact: Encoding,
+    rounded: Encoding,
+) -> list[tuple[Tier, ExtentHeader, ExtentHeader, bytearray]] | None:
+    """For each copy of a block: its tier, its header, the new one and the new extent, yet to be sealed.
+
+    None if one cannot be read, or not be written in fewer bits: then none may go, for the block is all its groups.
+    """
+    made = []
+    for tier, listed in copies:
         header, payload = _read(tier, listed, exact)
-        parent = None if header is None or header.parent in broken else digests.get(header.parent)
-        if header is None or parent is None or rounded.codec is None:
-            report.num_skipped += 1
-            continue
-        encoded = rounded.codec.encode(header.group, payload)
-        if encoded is None:
-            broken.add(header.digest)
-            report.num_skipped += 1
-            continue
-        renamed = replace(
+        encoded = None if header is None or rounded.codec is None else rounded.codec.encode(header.group, payload)
+        if header is None or encoded is None:
+            return None
+        new = replace(
             header,
             namespace=namespaces[header.namespace],
             parent=parent,
@@ -79,22 +109,8 @@ def compress(
             layout=rounded.layout,
             payload_bytes=len(encoded),
         )
-        extent = bytearray(renamed.encode() + encoded.tobytes() + bytes(SEAL_BYTES))
-        if not tier.put([renamed.key], [memoryview(extent)]):
-            report.num_skipped += 1
-            continue
-        digests[header.digest] = renamed.digest
-        written[tier].append(renamed.key)
-        report.num_blocks += 1
-        report.num_bytes_before += exact.extent_bytes[header.group]
-        report.num_bytes_after += len(extent)
-        if header.digest in kept:
-            report.num_bytes_after += exact.extent_bytes[header.group]
-        else:
-            tier.delete([header.key])
-    for tier, keys in written.items():
-        tier.touch(keys)  # a chain is kept from its head, which was written first
-    return reports
+        made.append((tier, header, new, bytearray(new.encode() + encoded.tobytes() + bytes(SEAL_BYTES))))
+    return made
 
 
 def _read(tier: Tier, listed: ExtentHeader, exact: Encoding) -> tuple[ExtentHeader | None, NDArray[np.uint8]]:
