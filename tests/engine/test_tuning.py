@@ -13,19 +13,22 @@ from .toy import ToyExecutable
 class Machine(ToyExecutable):
     """A step takes what `step_s` says of its threads and tokens."""
 
-    def __init__(self, step_s):
+    def __init__(self, step_s, share=1.0):
         super().__init__()
-        self.now = 0.0
+        self.now = self.cpu_s = 0.0
         self.step_s = step_s
+        self.share = share  # of the cores that it has
         self.num_steps = 0
 
     def run(self, step, logits, hidden=None, layers=None):
-        self.now += self.step_s(self.num_threads, len(step.token_ids))
+        seconds = self.step_s(self.num_threads, len(step.token_ids))
+        self.now += seconds
+        self.cpu_s += seconds * self.num_threads * self.share
         self.num_steps += 1
 
     def tune(self, most, notes, num_blocks=4, key="key"):
         cache = KVCache([GroupSpec(num_blocks)], clock=lambda: self.now)
-        best = quickest_num_threads(self, cache, most, lambda: self.now, key=key, notes=notes)
+        best = quickest_num_threads(self, cache, most, lambda: self.now, lambda: self.cpu_s, key=key, notes=notes)
         (ledger,) = cache.ledger()
         assert ledger.free == num_blocks
         assert self.num_threads == best
@@ -56,6 +59,13 @@ def test_a_little_quicker_is_not_worth_it(tmp_path):
     assert Machine(lambda threads, tokens: 1 + threads).tune(8, tmp_path / "other") == 1
 
 
+def test_what_was_measured_beside_busy_programs_neither_decides_nor_stays(tmp_path):
+    note = tmp_path / "note"
+    assert Machine(slow_to_meet, share=0.7).tune(16, note) == 16
+    assert not note.exists()
+    assert Machine(slow_to_meet, share=0.95).tune(16, note) == 4
+
+
 def test_it_is_measured_once(tmp_path):
     note = tmp_path / "threads" / "note"
     first, second = Machine(slow_to_meet), Machine(compute_bound)
@@ -82,7 +92,10 @@ def test_without_room_to_measure_all_are_taken(tmp_path):
     with cache.open(b"other", [1]) as lease:
         assert cache.grow(lease, 16) is not None
         machine = Machine(slow_to_meet)
-        assert quickest_num_threads(machine, cache, 8, lambda: machine.now, key="key", notes=tmp_path / "note") == 8
+        best = quickest_num_threads(
+            machine, cache, 8, lambda: machine.now, lambda: machine.cpu_s, key="key", notes=tmp_path / "note"
+        )
+        assert best == 8
     assert not (tmp_path / "note").exists()
 
 

@@ -129,7 +129,7 @@ def build_engine(
     cache.resize(num_blocks[:num_own])
     if config.num_threads is None and config.backend == "cpu":
         key = machine_key(model.digest, executable.numerics, num_threads)
-        num_threads = quickest_num_threads(executable, cache, num_threads, clock, key=key)
+        num_threads = quickest_num_threads(executable, cache, num_threads, clock, time.process_time, key=key)
         for each in executables[1:]:
             each.set_num_threads(num_threads)
     num_fitting = fitting_tokens(cache, max_context, config.max_batch_tokens)

@@ -1,7 +1,10 @@
 """How many threads are quickest for a model on this machine: measured at its first start here, and remembered.
 
 More threads are not always quicker: a small model's ops are over before many threads have met, memory is busy with
-fewer, and cores may be slow ones or somebody else's. Nothing but speed depends on it.
+fewer, and some cores may be slow. Nothing but speed depends on it.
+
+While other programs have a part of the cores, fewer threads than there are cores look quicker, and would still be taken
+when the cores are free again. So a measurement counts only if the threads had their cores for nearly all of it.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ _PROMPT_STEP, _NUM_PROMPT_STEPS, _NUM_TOKENS = 8, 32, 192
 _MAX_NOTES = 256
 _WORTHWHILE = 0.9
 """Fewer threads than there may be must take less than this share of the time: a busy moment is not to decide."""
+_UNDISTURBED = 0.8
+"""At least this share of their cores' time must the threads have had. They spin while they wait, but sleep at the start."""
 
 
 def machine_key(model_digest: bytes, numerics: str, most: int) -> str:
@@ -43,16 +48,19 @@ def quickest_num_threads(
     cache: KVCache,
     most: int,
     clock: Callable[[], float],
+    cpu_clock: Callable[[], float],
     *,
     key: str,
     notes: Path | None = None,
 ) -> int:
     """The number of threads, `most` at most, that `executable` has from now on.
 
-    `most`, half of it, a quarter, and so on as long as that is no slower.
+    `most`, half of it, a quarter, and so on as long as that is no slower; `most`, for this time, where other programs
+    had the cores meanwhile.
 
     Args:
         clock: seconds.
+        cpu_clock: seconds that all threads of this process were on a core, like `time.process_time`.
         key: under which it is remembered, see `machine_key`.
         notes: the file that remembers, in the cache folder by default; what is unreadable there is measured anew.
     """
@@ -66,9 +74,15 @@ def quickest_num_threads(
     count = most
     while count:
         executable.set_num_threads(count)
+        begun_s, cpu_begun_s = clock(), cpu_clock()
         seconds = _request_s(executable, cache, clock)
         if seconds is None:
             break
+        share = (cpu_clock() - cpu_begun_s) / (count * (clock() - begun_s))
+        if share < _UNDISTURBED:
+            log.info("%d threads; other programs are busy: %d had %.0f %% of their cores", most, count, 100 * share)
+            executable.set_num_threads(most)
+            return most
         times_s[count] = seconds
         if seconds > min(times_s.values()):
             break

@@ -462,7 +462,7 @@ int64_t int8_peak(int64_t turns, float* sink) {
   Row8 rows[kMaxRows] = {};
   Acc acc[kTiles][kMaxRows];
   for (int t = 0; t < kTiles; ++t)
-    for (int r = 0; r < kMaxRows; ++r) acc[t][r] = start(r);
+    for (int r = 0; r < kMaxRows; ++r) acc[t][r] = start(kMaxRows * t + r);  // no two sums are one to the compiler
   for (int64_t i = 0; i < turns; ++i)
     dots<4, 8>(acc, [&](int r) SPOLIA_LAMBDA { return rows[r % kMaxRows].q[0]; },
                [&]<int g>(int) SPOLIA_LAMBDA { return load_bytes(weights + 64 * g); });
