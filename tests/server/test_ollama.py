@@ -13,7 +13,6 @@ import httpx
 import ollama
 import pytest
 
-import spolia
 from engine.toy import toy_answer
 from spolia.engine import AsyncEngine, EngineConfig
 
@@ -140,7 +139,8 @@ def test_a_name_with_the_tag_latest_is_the_name(client):
 
 
 def test_the_version_is_told(url):
-    assert httpx.get(f"{url}/api/version").json() == {"version": spolia.__version__}
+    version = httpx.get(f"{url}/api/version").json()["version"]
+    assert tuple(map(int, version.split("."))) >= (0, 6, 4)  # what editors ask for at least
 
 
 BAD = [

@@ -35,9 +35,9 @@ VLLM += "guided_decoding_backend guided_whitespace_pattern prompt_embeds media_i
 LLAMA = "n_keep n_discard n_cache_reuse chat_format parse_tool_calls preserved_tokens grammar_lazy penalize_nl"
 OLLAMA = "num_ctx num_batch num_gpu main_gpu num_thread num_keep use_mmap numa low_vram f16_kv vocab_only use_mlock "
 OLLAMA += "penalize_newline tfs_z draft_num_predict"
-RESPONSES = "include truncation reasoning max_tool_calls stream_options user "
+RESPONSES = "max_tool_calls stream_options user "
 RESPONSES += "context_management service_tier prompt_cache_key safety_identifier"
-ANTHROPIC = "metadata thinking service_tier container mcp_servers context_management output_config inference_geo speed"
+ANTHROPIC = "metadata service_tier context_management inference_geo speed diagnostics"
 OTHERS = {
     "/v1/completions": OPENAI + " " + VLLM,
     "/v1/chat/completions": OPENAI + " " + VLLM,

@@ -15,7 +15,16 @@ from spolia.server.schema import chat_messages
 from spolia.server.toolcalls import ToolUse
 from spolia.server.tools import check_tools
 
-__all__ = ["Conversation", "PromptBody", "encode_chat", "note_ignored", "prompt_options", "render_chat"]
+__all__ = [
+    "Conversation",
+    "PromptBody",
+    "effort_variables",
+    "encode_chat",
+    "note_ignored",
+    "prompt_options",
+    "render_chat",
+    "thinking_variables",
+]
 
 
 class PromptBody(Protocol):
@@ -83,6 +92,15 @@ def effort_variables(effort: str, source: str) -> dict[str, Any]:
     if not known:
         note_ignored("reasoning_effort")
     return known
+
+
+def thinking_variables(thinks: bool, source: str) -> dict[str, Any]:
+    """What a template is told of whether to think; `thinking` is named as ignored if it does not mind."""
+    if "enable_thinking" in source:
+        return {"enable_thinking": thinks}
+    if "<think>" not in source or not thinks:
+        note_ignored("thinking")
+    return {}
 
 
 def note_ignored(name: str) -> None:

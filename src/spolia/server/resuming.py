@@ -178,6 +178,9 @@ class ResumableStreams:
         stream.start(events)
         return _Reader(stream, 0).response(headers)
 
+    def __contains__(self, stream_id: str) -> bool:
+        return stream_id in self._by_id
+
     async def resume(self, request: Request, stream_id: str) -> Response:
         """The rest of a stream.
 
@@ -185,12 +188,16 @@ class ResumableStreams:
             UnknownThing: nobody knows it, any more or at all; or it is another tenant's.
             InvalidRequest: the number of the last event is none.
         """
+        last = request.query_params.get("after", request.headers.get("last-event-id", "-1"))
+        return self.read_on(stream_id, last)
+
+    def read_on(self, stream_id: str, last: str) -> Response:
+        """As `resume`, after the event of number `last`."""
         stream = self._by_id.get(stream_id)
         if stream is None or stream.tenant != current_caller().tenant:
             raise UnknownThing(
                 f"no stream {stream_id!r} is kept here; it is for {self._kept_s:g} s after its last reader"
             )
-        last = request.query_params.get("after", request.headers.get("last-event-id", "-1"))
         if not last.removeprefix("-").isdecimal() or len(last) > 18:
             raise InvalidRequest(f"after is {last!r}; it must be the id of the last event that came", param="after")
         return _Reader(stream, max(0, int(last) + 1)).response({"x-request-id": stream_id})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from starlette.requests import Request
 
-from spolia.engine import RequestOutput, SamplingParams, Wish
+from spolia.engine import RequestOutput, SamplingParams, TokenLogprobs, Wish
 from spolia.generation import ReasoningSplitter
 from spolia.models import Model
 from spolia.server.answer import Answer
@@ -16,7 +17,9 @@ from spolia.server.served import ServedModel
 from spolia.server.sse import watch_for_disconnect
 from spolia.server.toolcalls import Part, Text, Thought, ToolCallParser
 
-__all__ = ["Turn"]
+__all__ = ["Turn", "splitter_of"]
+
+_TAGS = ("<think>", "</think>")
 
 
 class Turn:
@@ -37,6 +40,8 @@ class Turn:
         self.prompt_ids = prompt_ids
         self._parser = parser
         self._splitter = splitter
+        self._logprobs: list[TokenLogprobs] = []
+        self._begins_thinking = splitter is not None and _is_open(answer.engine.model, prompt_ids)
 
     @classmethod
     async def begin(
@@ -74,7 +79,7 @@ class Turn:
             is_limit_soft=is_limit_soft,
             messages=history(conversation.messages, tools=None if tool_use is None else tool_use.tools),
         )
-        return cls(answer, ids, None if tool_use is None else tool_use.parser(model), _splitter(model, ids))
+        return cls(answer, ids, None if tool_use is None else tool_use.parser(model), splitter_of(model, ids))
 
     @property
     def output(self) -> RequestOutput:
@@ -85,9 +90,29 @@ class Turn:
     def has_called(self) -> bool:
         return self._parser is not None and self._parser.num_calls > 0
 
+    @property
+    def num_thought_tokens(self) -> int:
+        """Of the answer's tokens, those up to the end of its thoughts; 0 if it has none."""
+        ids, decode = self.output.token_ids, self.answer.engine.model.tokenizer.decode
+        if self._splitter is None:
+            return 0
+        opening, closing = _TAGS
+        text = decode(list(ids), skip_special=False)
+        if not (self._begins_thinking or text.lstrip().startswith(opening)):
+            return 0
+        if closing not in text:
+            return len(ids)
+        return bisect_left(range(len(ids)), 1, key=lambda n: closing in decode(list(ids[:n]), skip_special=False))
+
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        """Those of the tokens since the last call, where they were asked for."""
+        taken, self._logprobs = self._logprobs, []
+        return taken
+
     async def parts(self) -> AsyncIterator[list[Part]]:
         """What comes, as it comes. Leaving early aborts the turn."""
         async for _, delta in self.answer.deltas():
+            self._logprobs += delta.logprobs
             parts = self._read(delta.text, is_last=delta.output is not None)
             if parts:
                 yield parts
@@ -114,10 +139,15 @@ class Turn:
         return [*parts, *self._parser.finish()] if is_last else parts
 
 
-def _splitter(model: Model, prompt_ids: Sequence[int]) -> ReasoningSplitter | None:
+def splitter_of(model: Model, prompt_ids: Sequence[int]) -> ReasoningSplitter | None:
     """What tells thoughts from the answer; None for a model whose template knows of none."""
-    opening, closing = "<think>", "</think>"
-    if model.chat_template is None or opening not in model.chat_template.source:
+    if model.chat_template is None or _TAGS[0] not in model.chat_template.source:
         return None
+    return ReasoningSplitter(*_TAGS, is_open=_is_open(model, prompt_ids))
+
+
+def _is_open(model: Model, prompt_ids: Sequence[int]) -> bool:
+    """Whether the prompt has begun the thoughts."""
+    opening, _ = _TAGS
     end = model.tokenizer.decode(list(prompt_ids[-(len(opening) + 4) :]), skip_special=False).rstrip()
-    return ReasoningSplitter(opening, closing, is_open=end.endswith(opening))
+    return end.endswith(opening)

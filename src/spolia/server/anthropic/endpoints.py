@@ -13,14 +13,15 @@ from starlette.responses import Response
 from spolia.engine import SamplingParams, Wish
 from spolia.errors import InvalidRequest, SpoliaError
 from spolia.server.anthropic.messages import conversation, marked_ttl_s, up_to_last_breakpoint
-from spolia.server.anthropic.schema import CountRequest, MessagesReply, MessagesRequest, Usage
+from spolia.server.anthropic.schema import CacheCreation, CountRequest, MessagesReply, MessagesRequest, Usage
 from spolia.server.body import read_body
-from spolia.server.cache_control import wish_up_to
+from spolia.server.cache_control import ttl_s_of, wish_up_to
 from spolia.server.config import ServerConfig
 from spolia.server.errors import anthropic_error_body
+from spolia.server.resuming import stream
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
-from spolia.server.sse import EventStream, with_signs_of_life
+from spolia.server.sse import with_signs_of_life
 from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, Thought, ToolCall, gather
 from spolia.server.turn import Turn
 
@@ -43,12 +44,15 @@ class AnthropicEndpoints:
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a request's prompt has."""
         body = await read_body(request, CountRequest, max_bytes=self._config.max_body_bytes)
-        ids = await conversation(body).encode((await self._models.ready(body.model)).engine.model)
+        body.check()
+        model = (await self._models.ready(body.model)).engine.model
+        ids = await conversation(body, model).encode(model)
         return Response(msgspec.json.encode({"input_tokens": len(ids)}), media_type="application/json")
 
     async def create(self, request: Request) -> Response:
         """Anthropic's Messages API."""
         body = await read_body(request, MessagesRequest, max_bytes=self._config.max_body_bytes)
+        body.check()
         served = await self._models.ready(body.model)
         marked = 0
 
@@ -60,17 +64,25 @@ class AnthropicEndpoints:
         turn = await Turn.begin(
             "msg",
             served,
-            conversation(body),
+            conversation(body, served.engine.model),
             _sampling_params(body),
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
             wishes=keep,
+            is_limit_soft=True,
         )
-        message = _Message(turn, marked)
+        message = _Message(turn, body, marked)
         headers = {"request-id": turn.answer.id, "x-request-id": turn.answer.id}
         if body.stream:
             events = with_signs_of_life(message.events(), _event("ping"))
-            return EventStream(events, on_disconnect=turn.answer.abort, headers=headers)
+            return stream(
+                request,
+                turn.answer.id,
+                events,
+                abort=turn.answer.abort,
+                headers=headers,
+                is_resumable=body.resumable,
+            )
         reply = message.reply(await turn.whole(request))
         return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")
 
@@ -83,13 +95,19 @@ def _sampling_params(body: MessagesRequest) -> SamplingParams:
         "top_k": body.top_k,
         "seed": body.seed,
         "stop": None if body.stop_sequences is None else tuple(body.stop_sequences),
+        "thinking_budget": None if body.thinking is None else body.thinking.budget_tokens,
+        "structured_outputs": body.form(),
     }
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    try:
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    except InvalidRequest as error:
+        spelt = {"stop": "stop_sequences", "thinking_budget": "thinking", "structured_outputs": "output_config"}
+        raise InvalidRequest(str(error), param=spelt.get(error.param or "", error.param), code=error.code) from None
 
 
 async def _num_marked(body: MessagesRequest, served: ServedModel, prompt_ids: Sequence[int]) -> int:
     """Tokens of the prompt up to the last cache breakpoint; 0 without one."""
-    marked = up_to_last_breakpoint(body)
+    marked = up_to_last_breakpoint(body, served.engine.model)
     if marked is None:
         return 0
     try:
@@ -107,8 +125,9 @@ class _Message:
         num_marked: tokens of the prompt that the client asked to keep in the cache.
     """
 
-    def __init__(self, turn: Turn, num_marked: int) -> None:
+    def __init__(self, turn: Turn, body: MessagesRequest, num_marked: int) -> None:
         self._turn = turn
+        self._body = body
         self._num_marked = num_marked
         self._num_blocks = 0
         self._open: str | None = None  # kind of the block that is open
@@ -177,7 +196,8 @@ class _Message:
     def _stop(self) -> tuple[str, str | None]:
         output = self._turn.output
         if output.finish_reason == "length":
-            return "max_tokens", None
+            is_full = len(output.token_ids) < self._body.max_tokens and output.stop_reason is None
+            return "model_context_window_exceeded" if is_full else "max_tokens", None
         if self._turn.has_called:
             return "tool_use", None
         if isinstance(output.stop_reason, str):
@@ -188,7 +208,9 @@ class _Message:
         output = self._turn.output
         num_prompt, num_read = len(output.prompt_token_ids), output.num_cached_tokens
         num_written = max(0, self._num_marked - num_read)
-        return Usage(num_prompt - num_read - num_written, num_written, num_read, len(output.token_ids))
+        is_long = marked_ttl_s(self._body) > ttl_s_of(None)
+        written = CacheCreation(0, num_written) if is_long else CacheCreation(num_written, 0)
+        return Usage(num_prompt - num_read - num_written, num_written, num_read, len(output.token_ids), written)
 
 
 def _block_of(call: ToolCall) -> dict[str, Any]:

@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from spolia.errors import InvalidRequest
+from spolia.models import Model
 from spolia.server.anthropic.schema import CountRequest, Tool
 from spolia.server.cache_control import ttl_s_of
-from spolia.server.prompting import Conversation
+from spolia.server.prompting import Conversation, effort_variables, thinking_variables
 from spolia.server.toolcalls import ToolUse
 
 __all__ = ["conversation", "marked_ttl_s", "up_to_last_breakpoint"]
@@ -17,7 +20,7 @@ __all__ = ["conversation", "marked_ttl_s", "up_to_last_breakpoint"]
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def conversation(body: CountRequest) -> Conversation:
+def conversation(body: CountRequest, model: Model) -> Conversation:
     """
     Raises:
         InvalidRequest: blocks that are not well-formed, or of a kind that text models cannot take.
@@ -30,11 +33,25 @@ def conversation(body: CountRequest) -> Conversation:
     prefill = ""
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         prefill = messages.pop()["content"]  # the reply goes on from there
-    return Conversation(messages=messages, tool_use=_tool_use(body), prefill=prefill)
+    return Conversation(
+        messages=messages, tool_use=_tool_use(body), prefill=prefill, template_kwargs=_variables(body, model)
+    )
 
 
-def up_to_last_breakpoint(body: CountRequest) -> Conversation | None:
+def _variables(body: CountRequest, model: Model) -> dict[str, Any]:
+    source = "" if model.chat_template is None else model.chat_template.source
+    variables: dict[str, Any] = {}
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables |= effort_variables(body.output_config.effort, source)
+    if body.thinking is not None:
+        variables |= thinking_variables(body.thinking.type != "disabled", source)
+    return variables
+
+
+def up_to_last_breakpoint(body: CountRequest, model: Model) -> Conversation | None:
     """The part of the conversation that ends with the last block marked by `cache_control`; None without a mark."""
+    if body.cache_control:
+        return conversation(body, model)
     for index in range(len(body.messages) - 1, -1, -1):
         content = body.messages[index].get("content")
         if not isinstance(content, list):
@@ -42,10 +59,10 @@ def up_to_last_breakpoint(body: CountRequest) -> Conversation | None:
         for block in range(len(content) - 1, -1, -1):
             if _is_marked(content[block]):
                 cut = {**body.messages[index], "content": content[: block + 1]}
-                return conversation(_of(body, [*body.messages[:index], cut]))
+                return conversation(_of(body, [*body.messages[:index], cut]), model)
     blocks = body.system if isinstance(body.system, list) else []
     if any(map(_is_marked, blocks)) or any(tool.cache_control for tool in body.tools or ()):
-        return conversation(_of(body, [{"role": "user", "content": ""}]))
+        return conversation(_of(body, [{"role": "user", "content": ""}]), model)
     return None
 
 
@@ -57,11 +74,12 @@ def marked_ttl_s(body: CountRequest) -> float:
         blocks += content if isinstance(content, list) else []
     marks = [block["cache_control"] for block in blocks if isinstance(block, Mapping) and _is_marked(block)]
     marks += [tool.cache_control for tool in body.tools or () if tool.cache_control]
+    marks += [body.cache_control] if body.cache_control else []
     return max(map(ttl_s_of, marks), default=0.0)
 
 
 def _of(body: CountRequest, messages: list[dict[str, Any]]) -> CountRequest:
-    return CountRequest(messages=messages, system=body.system, tools=body.tools)
+    return msgspec.structs.replace(body, messages=messages, tool_choice=None)
 
 
 def _is_marked(block: object) -> bool:
@@ -115,8 +133,8 @@ def _messages_of(message: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
     for index, block in enumerate(content):
         at = f"{path}.content[{index}]"
         kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind == "text":
-            texts.append(_text(block, "text", at))
+        if kind == "text" or (kind in ("document", "search_result") and role == "user"):
+            texts.append(_plain(block, at))
         elif kind == "thinking" and role == "assistant":
             thoughts.append(_text(block, "thinking", at))
         elif kind == "tool_use" and role == "assistant":
@@ -162,10 +180,28 @@ def _texts(content: object, path: str) -> str:
     for index, block in enumerate(content):
         at = f"{path}[{index}]"
         kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind != "text":
+        if kind not in ("text", "document", "search_result"):
             raise InvalidRequest(f"{at}.type is {kind!r}; only text is supported here", param=at)
-        texts.append(_text(block, "text", at))
+        texts.append(_plain(block, at))
     return "\n".join(texts)
+
+
+def _plain(block: Mapping[str, Any], path: str) -> str:
+    """A text block's text; a document's or a search result's below its title and where it is from."""
+    if block["type"] == "text":
+        return _text(block, "text", path)
+    heads = [block.get("title"), block.get("context")]
+    if block["type"] == "search_result":
+        heads[1] = block.get("source")
+        text = _texts(block.get("content"), f"{path}.content")
+    else:
+        source = block.get("source")
+        kind = source.get("type") if isinstance(source, Mapping) else None
+        if not isinstance(source, Mapping) or kind not in ("text", "content"):
+            at = f"{path}.source"
+            raise InvalidRequest(f"{at}.type is {kind!r}; this model takes documents as text only", param=at)
+        text = _text(source, "data", f"{path}.source") if kind == "text" else _texts(source.get("content"), path)
+    return "\n".join([*(head for head in heads if isinstance(head, str) and head), text])
 
 
 def _text(block: Mapping[str, Any], name: str, path: str) -> str:

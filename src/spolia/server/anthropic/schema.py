@@ -7,7 +7,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-__all__ = ["CountRequest", "MessagesReply", "MessagesRequest", "Tool", "ToolChoice", "Usage"]
+from spolia.errors import InvalidRequest
+from spolia.server.schema import refuse_unless
+
+__all__ = ["CacheCreation", "CountRequest", "MessagesReply", "MessagesRequest", "Tool", "ToolChoice", "Usage"]
 
 
 class Tool(msgspec.Struct):
@@ -26,10 +29,26 @@ class ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool | None = None
 
 
+class Thinking(msgspec.Struct):
+    """`type` is "enabled", "adaptive" or "disabled"; `budget_tokens` is the most that is thought."""
+
+    type: str
+    budget_tokens: int | None = None
+
+
+class OutputConfig(msgspec.Struct):
+    """`effort` reaches templates that mind it; `format` is `{"type": "json_schema", "schema": ...}`."""
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
 class CountRequest(msgspec.Struct, kw_only=True):
     """`/v1/messages/count_tokens`: all that is in the prompt.
 
     Attributes:
+        cache_control: marks the end of the conversation, as if its last block had it.
+        container, mcp_servers: refused: nothing runs here.
         system: text, or text blocks.
         messages: of roles `user`, `assistant` and `system`; content is text, or blocks.
     """
@@ -39,10 +58,44 @@ class CountRequest(msgspec.Struct, kw_only=True):
     system: str | list[dict[str, Any]] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    container: Any = None
+    mcp_servers: Any = None
+
+    def check(self) -> None:
+        """
+        Raises:
+            InvalidRequest: a field that is not supported and would change the answer, or is not well-formed.
+        """
+        refuse_unless(self, {"container": (), "mcp_servers": ([],)})
+        if self.thinking is not None and self.thinking.type not in ("enabled", "adaptive", "disabled"):
+            raise InvalidRequest(
+                f"thinking.type is {self.thinking.type!r}; it must be enabled, adaptive or disabled", param="thinking"
+            )
+
+    def form(self) -> dict[str, Any] | None:
+        """The form that the answer must have; None: any.
+
+        Raises:
+            InvalidRequest: it is not well-formed.
+        """
+        match self.output_format or (self.output_config.format if self.output_config is not None else None):
+            case None:
+                return None
+            case {"type": "json_schema", "schema": dict() as schema}:
+                return {"json": schema}
+            case other:
+                raise InvalidRequest(
+                    f'output_config.format is {other!r}; it must be {{"type": "json_schema", "schema": {{...}}}}',
+                    param="output_config",
+                )
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """`/v1/messages`. `cache_salt` and `seed` are ours."""
+    """`/v1/messages`. `cache_salt`, `resumable` and `seed` are ours."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -51,7 +104,15 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     cache_salt: str | None = None
+    resumable: bool | None = None
     seed: int | None = None
+
+
+class CacheCreation(msgspec.Struct):
+    """What was written, by how long it was asked to be kept."""
+
+    ephemeral_5m_input_tokens: int = 0
+    ephemeral_1h_input_tokens: int = 0
 
 
 class Usage(msgspec.Struct):
@@ -61,6 +122,7 @@ class Usage(msgspec.Struct):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    cache_creation: CacheCreation | UnsetType = UNSET
 
 
 class MessagesReply(msgspec.Struct):

@@ -24,23 +24,17 @@ from spolia.server.errors import ollama_error_body
 from spolia.server.fill_in import infill_ids
 from spolia.server.ollama.schema import ChatRequest, EmbeddingRequest, EmbedRequest, GenerateRequest
 from spolia.server.prompting import Conversation
+from spolia.server.resuming import LineStream, stream
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
-from spolia.server.sse import EventStream
 from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, Thought, ToolCall, ToolUse, gather
 from spolia.server.tools import check_tools
-from spolia.server.turn import Turn
+from spolia.server.turn import Turn, splitter_of
 
-__all__ = ["LineStream", "OllamaEndpoints", "now"]
+__all__ = ["OllamaEndpoints", "now"]
 
 
 _Show: TypeAlias = Callable[[str, Sequence[ToolCall], str], dict[str, Any]]
-
-
-class LineStream(EventStream):
-    """A JSON object a line."""
-
-    media_type = "application/x-ndjson"
 
 
 class OllamaEndpoints:
@@ -98,8 +92,10 @@ class OllamaEndpoints:
         params = body.sampling_params()
         await served.engine.prepare(params)
         ids = await _prompt_ids(served, body)
-        answer = Answer.submit("gen", served, [ids], [params], cache_salt="", max_waiting=self._config.max_waiting)
-        turn = Turn(answer, ids)
+        answer = Answer.submit(
+            "gen", served, [ids], [params], cache_salt="", max_waiting=self._config.max_waiting, is_limit_soft=True
+        )
+        turn = Turn(answer, ids, splitter=None if body.raw else splitter_of(served.engine.model, ids))
 
         def show(text: str, _: Sequence[ToolCall], thought: str) -> dict[str, Any]:
             return {"response": text, **({"thinking": thought} if thought else {})}
@@ -107,7 +103,7 @@ class OllamaEndpoints:
         def ending() -> dict[str, Any]:
             return {"context": [*turn.prompt_ids, *turn.output.token_ids]}
 
-        return await _respond(request, turn, show, ending, stream=body.stream)
+        return await _respond(request, turn, show, ending, body)
 
     async def chat(self, request: Request) -> Response:
         """Ollama's chat."""
@@ -122,11 +118,12 @@ class OllamaEndpoints:
             Conversation(
                 messages=[_message(message, index) for index, message in enumerate(body.messages)],
                 tool_use=ToolUse.of(body.tools, None, None),
-                template_kwargs=body.template_kwargs,
+                template_kwargs=body.template_kwargs(served.engine.model),
             ),
             body.sampling_params(),
             cache_salt="",
             max_waiting=self._config.max_waiting,
+            is_limit_soft=True,
         )
 
         def show(text: str, calls: Sequence[ToolCall], thought: str) -> dict[str, Any]:
@@ -137,7 +134,7 @@ class OllamaEndpoints:
                 message["tool_calls"] = [_call(call) for call in calls]
             return {"message": message}
 
-        return await _respond(request, turn, show, dict, stream=body.stream)
+        return await _respond(request, turn, show, dict, body)
 
 
 async def _prompt_ids(served: ServedModel, body: GenerateRequest) -> list[int]:
@@ -153,7 +150,7 @@ async def _prompt_ids(served: ServedModel, body: GenerateRequest) -> list[int]:
     messages = [{"role": "user", "content": body.prompt}]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
-    conversation = Conversation(messages=messages, template_kwargs=body.template_kwargs)
+    conversation = Conversation(messages=messages, template_kwargs=body.template_kwargs(model))
     return [*context, *await conversation.encode(served.engine.model)]
 
 
@@ -162,6 +159,8 @@ def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
     if message.get("images"):
         path = f"messages[{index}].images"
         raise InvalidRequest(f"{path}: this model takes text only", param=path)
+    if thought := message.get("thinking"):
+        message = {**message, "reasoning_content": thought}
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -175,20 +174,44 @@ async def _respond(
     turn: Turn,
     show: _Show,
     ending: Callable[[], dict[str, Any]],
-    *,
-    stream: bool,
+    body: GenerateRequest | ChatRequest,
 ) -> Response:
     """
     Args:
         show: what a piece of the reply looks like.
         ending: what the last object has besides the figures.
     """
-    headers = {"x-request-id": turn.answer.id}
-    if stream:
-        return LineStream(_lines(turn, show, ending), on_disconnect=turn.answer.abort, headers=headers)
+    answer = turn.answer
+    headers = {"x-request-id": answer.id}
+    if body.stream:
+        return stream(
+            request,
+            answer.id,
+            _lines(turn, show, ending),
+            abort=answer.abort,
+            headers=headers,
+            is_resumable=body.resumable,
+            kind=LineStream,
+        )
     parts = await turn.whole(request)
-    reply = {**_head(turn), **show(*gather(parts), _thought(parts)), **_figures(turn.output), **ending()}
+    shown = {**show(*gather(parts), _thought(parts)), **_logprobs(turn)}
+    reply = {**_head(turn), **shown, **_figures(turn.output), **ending()}
     return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")
+
+
+def _logprobs(turn: Turn) -> dict[str, Any]:
+    """Those of the tokens since the last line, as OpenAI has them; nothing where none were asked for."""
+    tokenizer = turn.answer.engine.model.tokenizer
+
+    def named(token_id: int, logprob: float) -> dict[str, Any]:
+        spelt = list(tokenizer.token_bytes(token_id))
+        return {"token": tokenizer.token_text(token_id), "logprob": logprob, "bytes": spelt}
+
+    shown = [
+        {**named(token.token_id, token.logprob), "top_logprobs": [named(*each) for each in token.top]}
+        for token in turn.take_logprobs()
+    ]
+    return {"logprobs": shown} if shown else {}
 
 
 def _thought(parts: Sequence[Part]) -> str:
@@ -203,13 +226,13 @@ async def _lines(turn: Turn, show: _Show, ending: Callable[[], dict[str, Any]]) 
             text, done, open_call = _sort(parts, open_call)
             thought = _thought(parts)
             if text or done or thought:
-                yield _line({**_head(turn), **show(text, done, thought), "done": False})
+                yield _line({**_head(turn), **show(text, done, thought), **_logprobs(turn), "done": False})
     except SpoliaError as error:
         yield ollama_error_body(error) + b"\n"
         return
     if open_call is not None:
         yield _line({**_head(turn), **show("", [open_call], ""), "done": False})
-    yield _line({**_head(turn), **show("", [], ""), **_figures(turn.output), **ending()})
+    yield _line({**_head(turn), **show("", [], ""), **_logprobs(turn), **_figures(turn.output), **ending()})
 
 
 def _sort(parts: Sequence[Part], open_call: ToolCall | None) -> tuple[str, list[ToolCall], ToolCall | None]:

@@ -14,19 +14,19 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-import spolia
 from spolia.errors import InvalidRequest, SpoliaError
 from spolia.models import Model, Progress, pull
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.errors import ollama_error_body
-from spolia.server.ollama.endpoints import LineStream
 from spolia.server.ollama.schema import ModelRequest, PullRequest
+from spolia.server.resuming import LineStream
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
 
 __all__ = ["OllamaLibrary"]
 
+_SPOKEN = "0.12.11"  # the first that has log-probabilities
 _NEVER = "9999-12-31T23:59:59Z"
 
 
@@ -47,8 +47,8 @@ class OllamaLibrary:
         ]
 
     async def version(self) -> Response:
-        """The version of Ollama's API that is spoken."""
-        return _json({"version": spolia.__version__})
+        """The version of Ollama's API that is spoken: clients refuse to work with what is older than they need."""
+        return _json({"version": _SPOKEN})
 
     async def tags(self) -> Response:
         """All models, in memory or not; of one that was never loaded only the name is known."""
@@ -84,13 +84,16 @@ class OllamaLibrary:
                 "details": _details(model),
                 "model_info": {
                     "general.architecture": model.architecture,
+                    "general.basename": model.name,
                     "general.parameter_count": model.num_parameters,
                     f"{model.architecture}.context_length": model.context_length,
+                    f"{model.architecture}.embedding_length": served.engine.hidden_size,
                 },
                 "capabilities": [
                     "completion",
                     *(["tools"] if "tools" in template else []),
                     *(["insert"] if fills_in else []),
+                    *(["thinking"] if "<think>" in template or "enable_thinking" in template else []),
                 ],
                 "modified_at": _time(served),
             }
@@ -132,7 +135,9 @@ async def _pulling(name: str) -> AsyncIterator[bytes]:
 
 async def _listed(served: ServedModel) -> dict[str, Any]:
     if served.state != "ready":
-        return {"name": served.name, "model": served.name, "modified_at": _time(served), "size": 0, "digest": ""}
+        unknown = dict.fromkeys(("parent_model", "format", "family", "parameter_size", "quantization_level"), "")
+        head = {"name": served.name, "model": served.name, "modified_at": _time(served)}
+        return {**head, "size": 0, "digest": "", "details": {**unknown, "families": []}}
     model = served.engine.model
     digest = await asyncio.to_thread(lambda: model.digest)  # reads the file, if nobody has yet
     return {

@@ -8,6 +8,7 @@ import msgspec
 
 from spolia.engine import SamplingParams
 from spolia.errors import InvalidRequest
+from spolia.models import Model
 from spolia.server.durations import parse_duration
 from spolia.server.sampling import SamplingFields
 
@@ -81,6 +82,9 @@ class _Generating(_Keeping, kw_only=True):
     options: Options | None = None
     think: bool | str | None = None
     format: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    resumable: bool | None = None
 
     def sampling_params(self) -> SamplingParams:
         """With the form that `format` asks for: "json", or a JSON schema.
@@ -93,12 +97,23 @@ class _Generating(_Keeping, kw_only=True):
             if self.format != "json" and not isinstance(self.format, dict):
                 raise InvalidRequest(f'format is {self.format!r}; it must be "json" or a schema', param="format")
             more["structured_outputs"] = {"json_object": True} if self.format == "json" else {"json": self.format}
+        if self.logprobs:
+            more["logprobs"] = self.top_logprobs or 0
         return (self.options or Options()).sampling_params(**more)
 
-    @property
-    def template_kwargs(self) -> dict[str, Any]:
-        """For templates that can be told whether to think."""
-        return {} if self.think is None else {"enable_thinking": bool(self.think)}
+    def template_kwargs(self, model: Model) -> dict[str, Any]:
+        """For templates that can be told whether to think, or how much.
+
+        Raises:
+            InvalidRequest: it is to think, and is not made for it.
+        """
+        source = "" if model.chat_template is None else model.chat_template.source
+        if self.think is None:
+            return {}
+        if self.think and "<think>" not in source and "enable_thinking" not in source:
+            raise InvalidRequest(f"{model.name} does not support thinking; leave think out", param="think")
+        told: dict[str, Any] = {"enable_thinking": bool(self.think)}
+        return {**told, "reasoning_effort": self.think} if isinstance(self.think, str) else told
 
 
 class GenerateRequest(_Generating, kw_only=True):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -13,15 +13,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spolia.errors import InvalidRequest, SpoliaError
+from spolia.models import Model
 from spolia.server.access import current_caller
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.errors import UnknownThing, error_body
-from spolia.server.prompting import Conversation
+from spolia.server.prompting import Conversation, effort_variables
 from spolia.server.responses.schema import ResponsesRequest, messages_of, tool_use_of, with_ids
+from spolia.server.resuming import ResumableStreams, stream
 from spolia.server.routes import Route
-from spolia.server.served import ServedModels
-from spolia.server.sse import EventStream
+from spolia.server.served import ServedModel, ServedModels
 from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, Thought, ToolCall, gather
 from spolia.server.turn import Turn
 
@@ -30,6 +31,7 @@ __all__ = ["ResponsesEndpoints"]
 _MAX_STORED = 1024
 _MAX_STORED_BYTES = 256 << 20
 _MAX_LISTED = 100  # OpenAI's
+_ROOM = 1024  # tokens for an answer of which nobody says how long it may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,9 @@ class ResponsesEndpoints:
         """OpenAI's Responses API: answer, and keep the answer for `previous_response_id`."""
         body = await read_body(request, ResponsesRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
-        conversation, items = self._conversation(body)
+        conversation, items = self._conversation(body, served.engine.model)
+        if body.truncation == "auto":
+            conversation = await _fitting(conversation, served, body.max_output_tokens)
         turn = await Turn.begin(
             "resp",
             served,
@@ -82,14 +86,15 @@ class ResponsesEndpoints:
             body.sampling_params(),
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
+            is_limit_soft=True,
         )
         reply = _Reply(turn, body)
         headers = {"x-request-id": turn.answer.id}
         if body.stream:
             events = self._events(reply, items)
-            return EventStream(events, on_disconnect=turn.answer.abort, headers=headers)
-        text, calls = gather(await turn.whole(request))
-        shown = reply.ended(reply.items(text, calls))
+            abort, is_resumable = turn.answer.abort, body.resumable
+            return stream(request, reply.id, events, abort=abort, headers=headers, is_resumable=is_resumable)
+        shown = reply.ended(reply.items(await turn.whole(request)))
         self._store(reply, items, shown)
         return _json(shown, headers)
 
@@ -97,19 +102,23 @@ class ResponsesEndpoints:
         """How many tokens the prompt of a response has."""
         body = await read_body(request, ResponsesRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
-        conversation, _ = self._conversation(body)
+        conversation, _ = self._conversation(body, served.engine.model)
         return _json(
             {"object": "response.input_tokens", "input_tokens": len(await conversation.encode(served.engine.model))}
         )
 
     async def retrieve(self, request: Request, response_id: str) -> Response:
-        """A response that is kept."""
-        stored = self._find(response_id)
+        """A response that is kept; with `?stream=true&starting_after=` the rest of a stream that was `resumable`."""
         if request.query_params.get("stream", "false") != "false":
-            raise InvalidRequest(
-                "stream is set; a response that is kept does not stream again, leave it out", param="stream"
-            )
-        return _json(stored.reply)
+            streams: ResumableStreams = request.app.state.resumable_streams
+            if response_id not in streams:
+                self._find(response_id)
+                raise InvalidRequest(
+                    f"stream is set, and {response_id} is not kept as a stream; create it with resumable",
+                    param="stream",
+                )
+            return streams.read_on(response_id, request.query_params.get("starting_after", "-1"))
+        return _json(self._find(response_id).reply)
 
     async def delete(self, response_id: str) -> Response:
         """Forget it."""
@@ -137,7 +146,7 @@ class ResponsesEndpoints:
         self._find(response_id)
         raise InvalidRequest(f"{response_id} does not run in the background; leave its stream to end it")
 
-    def _conversation(self, body: ResponsesRequest) -> tuple[Conversation, list[dict[str, Any]]]:
+    def _conversation(self, body: ResponsesRequest, model: Model) -> tuple[Conversation, list[dict[str, Any]]]:
         """What `body` asks to go on with, and as items.
 
         Raises:
@@ -151,7 +160,12 @@ class ResponsesEndpoints:
         messages = [*messages_of(before), *messages_of(new)]
         if body.instructions:
             messages.insert(0, {"role": "system", "content": body.instructions})
-        return Conversation(messages=messages, tool_use=tool_use_of(body)), [*before, *new]
+        variables: dict[str, Any] = {}
+        if body.reasoning is not None and body.reasoning.effort is not None:
+            source = "" if model.chat_template is None else model.chat_template.source
+            variables = effort_variables(body.reasoning.effort, source)
+        conversation = Conversation(messages=messages, tool_use=tool_use_of(body), template_kwargs=variables)
+        return conversation, [*before, *new]
 
     def _find(self, response_id: str) -> _Stored:
         stored = self._stored.get(response_id)
@@ -206,9 +220,12 @@ class _Reply:
         self._done: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the item that grows
 
-    def items(self, text: str, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    def items(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        text, calls = gather(parts)
+        thought = "".join(part.text for part in parts if isinstance(part, Thought))
+        thoughts = [_reasoning_item(thought, "completed")] if thought else []
         message = [_message_item(text, "completed")] if text or not calls else []
-        return [*message, *(_call_item(call, "completed") for call in calls)]
+        return [*thoughts, *message, *(_call_item(call, "completed") for call in calls)]
 
     def ended(self, output: list[dict[str, Any]]) -> dict[str, Any]:
         result = self._turn.output
@@ -221,9 +238,12 @@ class _Reply:
             incomplete_details={"reason": reason} if is_cut else None,
             usage={
                 "input_tokens": num_in,
-                "input_tokens_details": {"cached_tokens": result.num_cached_tokens},
+                "input_tokens_details": {
+                    "cached_tokens": result.num_cached_tokens,
+                    "cache_write_tokens": num_in - result.num_cached_tokens,
+                },
                 "output_tokens": num_out,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._turn.num_thought_tokens},
                 "total_tokens": num_in + num_out,
             },
         )
@@ -244,8 +264,8 @@ class _Reply:
             yield self._event("response.failed", response=failed)
             return
         closing = b"".join(self._end_item())
-        if not self._done:
-            closing += b"".join([*self._begin_message(), *self._end_item()])
+        if all(item["type"] == "reasoning" for item in self._done):
+            closing += b"".join([*self._begin(_message_item), *self._end_item()])
         self.last = self.ended(self._done)
         self.is_complete = True
         kind = "response.completed" if self.last["status"] == "completed" else "response.incomplete"
@@ -254,15 +274,9 @@ class _Reply:
     def _events_of(self, part: Part) -> list[bytes]:
         match part:
             case Text(text):
-                begun = []
-                if self._open is None or self._open["type"] != "message":
-                    begun = [*self._end_item(), *self._begin_message()]
-                item = self._item
-                item["content"][0]["text"] += text
-                at = {"item_id": item["id"], "output_index": len(self._done), "content_index": 0}
-                return [*begun, self._event("response.output_text.delta", **at, delta=text, logprobs=[])]
-            case Thought():  # OpenAI's shows none either
-                return []
+                return [*self._begin(_message_item), self._add(text, "response.output_text.delta", logprobs=[])]
+            case Thought(text):
+                return [*self._begin(_reasoning_item), self._add(text, "response.reasoning_text.delta")]
             case CallBegan(_, id_, name):
                 ended = self._end_item()
                 self._open = _call_item(ToolCall(id_, name, ""), "in_progress")
@@ -278,13 +292,24 @@ class _Reply:
     def _item(self) -> dict[str, Any]:
         return self._open or {}
 
-    def _begin_message(self) -> list[bytes]:
-        self._open = _message_item("", "in_progress")
+    def _add(self, text: str, kind: str, **more: Any) -> bytes:
+        item = self._item
+        item["content"][0]["text"] += text
+        at = {"item_id": item["id"], "output_index": len(self._done), "content_index": 0}
+        return self._event(kind, **at, delta=text, **more)
+
+    def _begin(self, item_of: Callable[[str, str], dict[str, Any]]) -> list[bytes]:
+        """Begin such an item, unless one is open."""
+        begun = item_of("", "in_progress")
+        if self._open is not None and self._open["type"] == begun["type"]:
+            return []
+        ended = self._end_item()
+        self._open = begun
         at = {"output_index": len(self._done)}
         added = self._event("response.output_item.added", **at, item={**self._open, "content": []})
         part = self._open["content"][0]
         at |= {"item_id": self._open["id"], "content_index": 0}
-        return [added, self._event("response.content_part.added", **at, part=part)]
+        return [*ended, added, self._event("response.content_part.added", **at, part=part)]
 
     def _end_item(self) -> list[bytes]:
         item, self._open = self._open, None
@@ -292,11 +317,15 @@ class _Reply:
             return []
         item["status"] = "completed"
         at: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._done)}
-        if item["type"] == "message":
+        if item["type"] != "function_call":
             part = item["content"][0]
             at["content_index"] = 0
+            kind = "response.reasoning_text.done"
+            more: dict[str, Any] = {}
+            if item["type"] == "message":
+                kind, more = "response.output_text.done", {"logprobs": []}
             events = [
-                self._event("response.output_text.done", **at, text=part["text"], logprobs=[]),
+                self._event(kind, **at, text=part["text"], **more),
                 self._event("response.content_part.done", **at, part=part),
             ]
         else:
@@ -330,7 +359,11 @@ class _Reply:
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
+            "background": False,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "top_logprobs": 0,
             "usage": None,
             **fields,
         }
@@ -349,6 +382,24 @@ def _message_item(text: str, status: str) -> dict[str, Any]:
     content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
     id_ = f"msg_{uuid.uuid4().hex}"
     return {"type": "message", "id": id_, "status": status, "role": "assistant", "content": content}
+
+
+def _reasoning_item(text: str, status: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "status": status, "summary": [], "content": content}
+
+
+async def _fitting(conversation: Conversation, served: ServedModel, max_tokens: int | None) -> Conversation:
+    """Without as many of the oldest turns as it takes to leave room for an answer: the instructions stay."""
+    room = served.engine.context_tokens - min(max_tokens or _ROOM, served.engine.context_tokens // 2)
+    messages = list(conversation.messages)
+    while len(await (shown := replace(conversation, messages=messages)).encode(served.engine.model)) > room:
+        first = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))
+        after = [i for i, each in enumerate(messages) if i > first and each["role"] == "user"]
+        if not after:
+            break  # one turn: what is too long is refused
+        del messages[first : after[0]]
+    return shown
 
 
 def _call_item(call: ToolCall, status: str) -> dict[str, Any]:

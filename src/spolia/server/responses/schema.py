@@ -18,8 +18,20 @@ __all__ = ["ResponsesRequest", "messages_of", "tool_use_of", "with_ids"]
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
+class Reasoning(msgspec.Struct):
+    """`effort` reaches templates that mind it. Thoughts are shown whole, so there is no summary."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
 class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """`/v1/responses`. `cache_salt` and `seed` are ours."""
+    """`/v1/responses`. `cache_salt`, `resumable` and `seed` are ours.
+
+    Attributes:
+        truncation: "auto" drops the oldest messages of a conversation that is too long; "disabled" refuses it.
+    """
 
     model: str | None = None
     input: str | list[dict[str, Any]]
@@ -40,6 +52,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     conversation: Any = None
     prompt: Any = None
     top_logprobs: int | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+    reasoning: Reasoning | None = None
+    resumable: bool | None = None
     cache_salt: str | None = None
 
     def check(self) -> None:
@@ -56,6 +72,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         for name, remedy in instead.items():
             if getattr(self, name):
                 raise InvalidRequest(f"`{name}` is not supported here; {remedy}", param=name)
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise InvalidRequest(
+                "log-probabilities are not included here; /v1/chat/completions has them", param="include"
+            )
+        if self.truncation not in (None, "auto", "disabled"):
+            raise InvalidRequest(f"truncation is {self.truncation!r}; it must be auto or disabled", param="truncation")
 
     def sampling_params(self) -> SamplingParams:
         """
@@ -136,24 +158,42 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         InvalidRequest: an item that is not well-formed, or of a kind that text models cannot take.
     """
     messages: list[dict[str, Any]] = []
+    thought = ""  # of the reply that comes next
     for index, item in enumerate(items):
         path = f"input[{index}]"
         kind = item["type"]
         if kind == "message":
             messages.append(_message(item, path))
+            if thought and messages[-1]["role"] == "assistant":
+                messages[-1]["reasoning_content"] = thought
+            thought = ""
         elif kind == "function_call":
             function = {"name": _text(item, "name", path), "arguments": _text(item, "arguments", path)}
             call = {"id": _text(item, "call_id", path), "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
+                if thought:
+                    messages[-1]["reasoning_content"] = thought
+                thought = ""
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             said = item.get("output")
             content = said if isinstance(said, str) else _joined(said, f"{path}.output")
             messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": content})
-        elif kind != "reasoning":
+        elif kind == "reasoning":
+            thought = _thought(item, path)
+        else:
             raise InvalidRequest(f"{path}.type is {kind!r}; this model takes no such item", param=f"{path}.type")
     return messages
+
+
+def _thought(item: Mapping[str, Any], path: str) -> str:
+    """The thoughts of a reply, as they were told; what is encrypted is OpenAI's."""
+    parts = item.get("content") or []
+    if not isinstance(parts, list):
+        raise InvalidRequest(f"{path}.content must be a list of parts", param=f"{path}.content")
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "reasoning_text"]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _message(item: Mapping[str, Any], path: str) -> dict[str, Any]:
