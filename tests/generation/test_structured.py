@@ -109,6 +109,129 @@ def test_500_random_schemas_give_documents_that_validate(batch):
         jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
 
 
+TREE = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"v": {"enum": [1, 2]}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+            "required": ["v", "next"],
+            "additionalProperties": False,
+        }
+    },
+}
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+# By keyword that llguidance documents: schemas in which it decides. Formats are those that `jsonschema` can check.
+CORPUS = {
+    "type": [{"type": kind} for kind in ("null", "boolean", "integer", "number")]
+    + [{"type": ["boolean", "null"]}, {"type": "string", "maxLength": 5}],
+    "true and false": [
+        {"type": "array", "items": True, "maxItems": 1, "prefixItems": [{"type": "null"}]},
+        {"type": "object", "properties": {"a": DIGIT, "b": False}, "required": ["a"], "additionalProperties": False},
+    ],
+    "enum, const": [
+        {"enum": ["a", 1, None, {"b": [2]}]},
+        {"const": {"x": [1, "é"]}},
+        {"type": "string", "enum": ["q"]},
+    ],
+    "anyOf": [{"anyOf": [{"type": "null"}, {"type": "array", "items": DIGIT, "maxItems": 2}]}],
+    "oneOf": [{"oneOf": [{"type": "boolean"}, {"const": "x"}, DIGIT]}],
+    "allOf": [
+        {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 7}]},
+        {"allOf": [{"properties": {"a": DIGIT}, "required": ["a"]}, {"properties": {"b": {"type": "null"}}}]}
+        | {"type": "object", "additionalProperties": False, "properties": {"a": {}, "b": {}}},
+    ],
+    "$ref, $defs": [TREE, {"$ref": "#/definitions/d", "definitions": {"d": DIGIT}}],
+    "items, prefixItems": [
+        {"type": "array", "items": DIGIT, "minItems": 1, "maxItems": 4},
+        {"type": "array", "prefixItems": [DIGIT, {"const": "b"}], "items": False, "minItems": 2},
+        {
+            "type": "array",
+            "prefixItems": [{"type": "null"}],
+            "items": {"type": "boolean"},
+            "minItems": 2,
+            "maxItems": 4,
+        },
+    ],
+    "minItems, maxItems": [{"type": "array", "items": DIGIT, "minItems": low, "maxItems": low + 2} for low in range(3)],
+    "properties, required": [
+        {"type": "object", "properties": {"a": DIGIT, "b": {"type": "null"}}, "required": names}
+        | {"additionalProperties": False}
+        for names in ([], ["b"], ["a", "b"])
+    ],
+    "additionalProperties": [{"type": "object", "additionalProperties": DIGIT}],
+    "patternProperties": [
+        {"type": "object", "patternProperties": {"^n[0-9]$": DIGIT}, "additionalProperties": False},
+        {"type": "object", "patternProperties": {"^n": {"type": "null"}}, "properties": {"a": DIGIT}, "required": ["a"]}
+        | {"additionalProperties": False},
+    ],
+    "minLength, maxLength": [{"type": "string", "minLength": low, "maxLength": low + 3} for low in (0, 1, 7)],
+    "pattern": [
+        {"type": "string", "pattern": "^[a-f]{2,5}(-[0-9]+)?$", "maxLength": 12},
+        {"type": "string", "pattern": "^(yes|no)$"},
+        {"type": "string", "pattern": "b", "maxLength": 6},
+    ],
+    "format": [
+        {"type": "string", "format": name} for name in ("date", "ipv4", "ipv6", "uuid", "time", "date-time", "duration")
+    ]
+    + [{"type": "string", "format": name, "maxLength": 20} for name in ("email", "hostname")],
+    "minimum, maximum": [
+        {"type": "integer", "minimum": -120, "maximum": -7},
+        {"type": "integer", "exclusiveMinimum": 9, "exclusiveMaximum": 12},
+        {"type": "number", "minimum": -0.5, "maximum": 0.25},
+        {"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1.5},
+    ],
+    "multipleOf": [
+        {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 100},
+        {"type": "integer", "multipleOf": 25},
+    ],
+}
+
+
+@pytest.mark.parametrize("keyword", CORPUS)
+def test_documents_of_each_keyword_validate_and_end(keyword):
+    for schema in CORPUS[keyword]:
+        written = {write({"json": schema}, seed, likely=ENDS, ends_after=60) for seed in range(8)}
+        assert None not in written, f"cut: {schema}"
+        for text in written:
+            # A year 0 and leap seconds on any day are of RFC 3339; Python's dates and the checker lack them.
+            plain = text.replace('"0000-', '"2000-').replace(":60", ":59")
+            jsonschema.Draft202012Validator(
+                schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+            ).validate(json.loads(plain))
+
+
+def allows(schema, text):
+    """Whether a document is one that an answer may be."""
+    pipeline = build_pipeline(SamplingParams(structured_outputs={"json": schema}), VOCABULARY, max_tokens=99)
+    ids = np.array([0, *text.encode()], np.int32)
+    pipeline.follow(ids, 1, seed=0)
+    for position in range(1, len(ids) + 1):
+        row = np.zeros((1, VOCAB_SIZE), np.float32)
+        pipeline.process(row, position)
+        wanted = EOS if position == len(ids) else ids[position]
+        if row[0, wanted] == -np.inf:
+            return position == len(ids) and pipeline.advance(position)
+        pipeline.advance(position + 1)
+    return True
+
+
+@pytest.mark.parametrize("names", [("exclusiveMinimum", "maximum"), ("minimum", "exclusiveMaximum")], ids=str)
+@pytest.mark.parametrize("both", [False, True])
+def test_no_number_beyond_its_bounds_is_allowed_however_near_they_are(names, both):
+    names = ("exclusiveMinimum", "exclusiveMaximum") if both else names
+    numbers = ["-1", "-1.0", "-0.75", "-0.5", "-0", "0", "0.0", "0.25", "0.5", "0.75", "1", "1.0", "1.25"]
+    bounds = [-1, -0.5, 0, 0.25, 0.75, 1, 2.5]
+    for low in bounds:
+        for high in (bound for bound in bounds if bound > low):
+            schema = {"anyOf": [{"type": "number", names[0]: low, names[1]: high}]}
+            for number in numbers:
+                is_valid = jsonschema.Draft202012Validator(schema).is_valid(json.loads(number))
+                assert not allows(schema, number) or is_valid, (number, schema)
+    inside = {"type": "number", names[0]: 0, names[1]: 0.5}
+    assert allows(inside, "0.25")
+
+
 def test_any_json_object_is_an_object():
     for seed in range(20):
         text = write({"json_object": True}, seed, likely=ENDS + "}}")

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -259,7 +259,7 @@ class GrammarCompiler:
         schema = {} if schema is True else schema
         options = {"whitespace_pattern": form.whitespace_pattern or _WHITESPACE}
         try:
-            return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]
+            return LLMatcher.grammar_from_json_schema(json.dumps(_held_bounds(schema)), overrides=options)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise _refusal(f"json: {error}") from None
 
@@ -305,16 +305,59 @@ class _Wrapper:
         return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
 
 
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "additionalItems", "not")
+_NARROW = 1e-9
+
+
+def _held_bounds(schema: Any) -> Any:
+    """A schema whose exclusive bounds hold.
+
+    llguidance lets an exclusive bound through that is a whole number, where the other bound is less than one away from
+    it: 0 where 0 < x <= 0.5 is asked for. There the bound becomes an inclusive one beside it.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            made[key] = {name: _held_bounds(part) for name, part in value.items()}
+        elif key in _LISTED and isinstance(value, list):
+            made[key] = [_held_bounds(part) for part in value]
+        elif key in _SINGLE:
+            made[key] = _held_bounds(value)
+    if schema.get("type") == "integer":
+        return made
+    low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+    high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
+    if _is_whole(above) and any(_is_number(end) and 0 < end - above < 1 for end in (high, below)):
+        del made["exclusiveMinimum"]
+        made["minimum"] = max(above + _NARROW, low if _is_number(low) else above)
+    if _is_whole(below) and any(_is_number(end) and 0 < below - end < 1 for end in (low, above)):
+        del made["exclusiveMaximum"]
+        made["maximum"] = min(below - _NARROW, high if _is_number(high) else below)
+    return made
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> TypeGuard[float]:
+    return _is_number(value) and value == int(value)
+
+
 def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
     """The schemas within a schema, each with its path below."""
     if not isinstance(schema, dict):
         return
     for key, value in schema.items():
-        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
+        if key in _NAMED and isinstance(value, dict):
             yield from ((f"{key}/{name}", part) for name, part in value.items())
-        elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+        elif key in _LISTED and isinstance(value, list):
             yield from ((f"{key}/{index}", part) for index, part in enumerate(value))
-        elif key in ("items", "additionalProperties", "additionalItems", "not") and isinstance(value, dict):
+        elif key in _SINGLE and isinstance(value, dict):
             yield key, value
 
 
