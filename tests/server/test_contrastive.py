@@ -160,7 +160,7 @@ def test_a_neighbours_answer_is_what_it_is_alone(url):
         ({"top_p": 0.9}, "top_p"),
         ({"guided_regex": "a("}, "guided_regex"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"echo": True, "logprobs": 1}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 1}, "echo"),
         ({"dola_layers": "low"}, "dola_layers"),
     ],
     ids=str,

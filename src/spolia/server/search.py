@@ -57,6 +57,8 @@ def refuse_company(body: ChatRequest | CompletionRequest, search: str, *names: s
     """
     if body.stream:
         raise InvalidRequest(f"{search} does not stream: the answer is known at its end", param="stream")
+    if getattr(body, "echo", None) and getattr(body, "logprobs", None) is not None:
+        raise InvalidRequest(f"echo with logprobs scores the prompt; {search} does not: leave one out", param="echo")
     for name in ("session", "tools", *names):
         if getattr(body, name, None):
             raise InvalidRequest(f"{name} does not go with {search}; leave it out", param=name)
