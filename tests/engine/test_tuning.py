@@ -1,6 +1,8 @@
 """The number of threads: the quickest of a few, found once and remembered, and again where the note is of no use."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -13,22 +15,22 @@ from .toy import ToyExecutable
 class Machine(ToyExecutable):
     """A step takes what `step_s` says of its threads and tokens."""
 
-    def __init__(self, step_s, share=1.0):
+    def __init__(self, step_s, waits=0.0):
         super().__init__()
-        self.now = self.cpu_s = 0.0
+        self.now = self.waited_s = 0.0
         self.step_s = step_s
-        self.share = share  # of the cores that it has
+        self.waits = waits  # of its threads' time
         self.num_steps = 0
 
     def run(self, step, logits, hidden=None, layers=None):
         seconds = self.step_s(self.num_threads, len(step.token_ids))
         self.now += seconds
-        self.cpu_s += seconds * self.num_threads * self.share
+        self.waited_s += seconds * self.num_threads * self.waits
         self.num_steps += 1
 
     def tune(self, most, notes, num_blocks=4, key="key"):
         cache = KVCache([GroupSpec(num_blocks)], clock=lambda: self.now)
-        best = quickest_num_threads(self, cache, most, lambda: self.now, lambda: self.cpu_s, key=key, notes=notes)
+        best = quickest_num_threads(self, cache, most, lambda: self.now, lambda: self.waited_s, key=key, notes=notes)
         (ledger,) = cache.ledger()
         assert ledger.free == num_blocks
         assert self.num_threads == best
@@ -59,11 +61,30 @@ def test_a_little_quicker_is_not_worth_it(tmp_path):
     assert Machine(lambda threads, tokens: 1 + threads).tune(8, tmp_path / "other") == 1
 
 
-def test_what_was_measured_beside_busy_programs_neither_decides_nor_stays(tmp_path):
+def test_what_was_measured_while_cores_were_busy_neither_decides_nor_stays(tmp_path):
     note = tmp_path / "note"
-    assert Machine(slow_to_meet, share=0.7).tune(16, note) == 16
+    assert Machine(slow_to_meet, waits=0.1).tune(16, note) == 16
     assert not note.exists()
-    assert Machine(slow_to_meet, share=0.95).tune(16, note) == 4
+    assert Machine(slow_to_meet, waits=0.01).tune(16, note) == 4
+
+
+def test_waiting_for_a_core_is_seen():
+    """One core, two threads that want it: together they wait as long as they run."""
+    code = """
+import os, threading, time
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from spolia.engine.tuning import waited_for_cores_s
+def spin(until=time.monotonic() + 1):
+    import hashlib
+    data = bytes(1 << 22)
+    while time.monotonic() < until: hashlib.sha256(data)  # without the GIL
+threads = [threading.Thread(target=spin) for _ in range(2)]
+for thread in threads: thread.start()
+time.sleep(0.6)
+print(waited_for_cores_s())
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert float(run.stdout) > 0.2
 
 
 def test_it_is_measured_once(tmp_path):
@@ -93,7 +114,7 @@ def test_without_room_to_measure_all_are_taken(tmp_path):
         assert cache.grow(lease, 16) is not None
         machine = Machine(slow_to_meet)
         best = quickest_num_threads(
-            machine, cache, 8, lambda: machine.now, lambda: machine.cpu_s, key="key", notes=tmp_path / "note"
+            machine, cache, 8, lambda: machine.now, lambda: machine.waited_s, key="key", notes=tmp_path / "note"
         )
         assert best == 8
     assert not (tmp_path / "note").exists()

@@ -23,7 +23,7 @@ from spolia.engine.kv_gate import GATE_TEXT, check_kv_dtype
 from spolia.engine.memory import available_bytes, default_num_threads, split_blocks
 from spolia.engine.resizing import PoolSizes, fitting_tokens
 from spolia.engine.storage import build_cache, open_tiers
-from spolia.engine.tuning import machine_key, quickest_num_threads
+from spolia.engine.tuning import machine_key, quickest_num_threads, waited_for_cores_s
 from spolia.errors import InvalidRequest
 from spolia.generation import Depth, import_processor
 from spolia.kernels import BLOCK_SIZE, Executable, KvCodec, allocate_pool, get_backend
@@ -129,7 +129,7 @@ def build_engine(
     cache.resize(num_blocks[:num_own])
     if config.num_threads is None and config.backend == "cpu":
         key = machine_key(model.digest, executable.numerics, num_threads)
-        num_threads = quickest_num_threads(executable, cache, num_threads, clock, time.process_time, key=key)
+        num_threads = quickest_num_threads(executable, cache, num_threads, clock, waited_for_cores_s, key=key)
         for each in executables[1:]:
             each.set_num_threads(num_threads)
     num_fitting = fitting_tokens(cache, max_context, config.max_batch_tokens)

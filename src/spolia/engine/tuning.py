@@ -3,8 +3,9 @@
 More threads are not always quicker: a small model's ops are over before many threads have met, memory is busy with
 fewer, and some cores may be slow. Nothing but speed depends on it.
 
-While other programs have a part of the cores, fewer threads than there are cores look quicker, and would still be taken
-when the cores are free again. So a measurement counts only if the threads had their cores for nearly all of it.
+While others have a part of the cores, be it other programs or this one's own threads that still import a web framework,
+fewer threads look quicker, and would still be taken when the cores are free again. So a measurement counts only if no
+thread had to wait long for a core.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from spolia.kernels import Executable
 from spolia.kvcache import KVCache
 from spolia.models.cache_folder import cache_folder, write_atomically
 
-__all__ = ["machine_key", "quickest_num_threads"]
+__all__ = ["machine_key", "quickest_num_threads", "waited_for_cores_s"]
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ _PROMPT_STEP, _NUM_PROMPT_STEPS, _NUM_TOKENS = 8, 32, 192
 _MAX_NOTES = 256
 _WORTHWHILE = 0.9
 """Fewer threads than there may be must take less than this share of the time: a busy moment is not to decide."""
-_UNDISTURBED = 0.8
-"""At least this share of their cores' time must the threads have had. They spin while they wait, but sleep at the start."""
+_DISTURBED = 0.05
+"""Of a measurement, times the threads that it had: who waited longer than this for cores was not measured alone."""
 
 
 def machine_key(model_digest: bytes, numerics: str, most: int) -> str:
@@ -48,19 +49,19 @@ def quickest_num_threads(
     cache: KVCache,
     most: int,
     clock: Callable[[], float],
-    cpu_clock: Callable[[], float],
+    waited: Callable[[], float],
     *,
     key: str,
     notes: Path | None = None,
 ) -> int:
     """The number of threads, `most` at most, that `executable` has from now on.
 
-    `most`, half of it, a quarter, and so on as long as that is no slower; `most`, for this time, where other programs
+    `most`, half of it, a quarter, and so on as long as that is no slower; `most`, for this time, where others
     had the cores meanwhile.
 
     Args:
         clock: seconds.
-        cpu_clock: seconds that all threads of this process were on a core, like `time.process_time`.
+        waited: seconds that threads have waited for a core so far, see `waited_for_cores_s`.
         key: under which it is remembered, see `machine_key`.
         notes: the file that remembers, in the cache folder by default; what is unreadable there is measured anew.
     """
@@ -74,13 +75,15 @@ def quickest_num_threads(
     count = most
     while count:
         executable.set_num_threads(count)
-        begun_s, cpu_begun_s = clock(), cpu_clock()
+        begun_s, waited_s = clock(), waited()
         seconds = _request_s(executable, cache, clock)
         if seconds is None:
             break
-        share = (cpu_clock() - cpu_begun_s) / (count * (clock() - begun_s))
-        if share < _UNDISTURBED:
-            log.info("%d threads; other programs are busy: %d had %.0f %% of their cores", most, count, 100 * share)
+        waited_s, taken_s = waited() - waited_s, clock() - begun_s
+        if waited_s > _DISTURBED * count * taken_s:
+            log.info(
+                "%d threads: the cores are busy, %d waited %.3f s in %.3f s for them", most, count, waited_s, taken_s
+            )
             executable.set_num_threads(most)
             return most
         times_s[count] = seconds
@@ -100,6 +103,17 @@ def quickest_num_threads(
         except OSError as error:
             log.warning("the best number of threads, %d, cannot be remembered in %s: %s", best, notes, error)
     return best
+
+
+def waited_for_cores_s() -> float:
+    """Seconds that threads of this process could run and had no core to; 0 where the system does not tell (Linux does)."""
+    total_ns = 0
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            total_ns += int(task.read_bytes().split()[1])
+        except (OSError, ValueError, IndexError):  # it has ended, or this kernel does not count
+            continue
+    return total_ns * 1e-9
 
 
 def _request_s(executable: Executable, cache: KVCache, clock: Callable[[], float]) -> float | None:
