@@ -106,7 +106,7 @@ def quickest_num_threads(
 
 
 def waited_for_cores_s() -> float:
-    """Seconds that threads of this process could run and had no core to; 0 where the system does not tell (Linux does)."""
+    """Seconds that threads of this process could run and had no core for it; 0 where the system does not tell."""
     total_ns = 0
     for task in Path("/proc/self/task").glob("*/schedstat"):
         try:
