@@ -294,3 +294,32 @@ def test_anthropics_forms_thinking_and_documents(url):
         reply = httpx.post(f"{url}/v1/messages", json=body)
         assert (reply.status_code, field in reply.text) == (400, True)
     asyncio.run(engine.aclose())
+
+
+CANCELLED = {
+    "/v1/completions": ({"prompt": "p" * 100}, "p" * 100),
+    "/v1/chat/completions": ({"messages": said("c" * 100)}, f"user: {'c' * 100}\nassistant:"),
+    "/v1/messages": ({"messages": said("m" * 100)}, f"user: {'m' * 100}\nassistant:"),
+    "/api/chat": ({"messages": said("o" * 100)}, f"user: {'o' * 100}\nassistant:"),
+    "/completion": ({"prompt": "l" * 100}, "l" * 100),
+    "/v1/responses": ({"input": "r" * 100}, f"user: {'r' * 100}\nassistant:"),
+}
+
+
+@pytest.mark.parametrize("path", CANCELLED)
+def test_what_a_cancelled_request_computed_is_kept(path):
+    asked, prompt = CANCELLED[path]
+    limits = {"max_tokens": 300} if path in ("/v1/completions", "/v1/messages") else {}
+    engine = chatty_engine(observer=Pace(step_s=0.01))
+    with serving({"toy": engine}) as url:
+        body = {"model": "toy", "stream": True, **asked, **limits}
+        with httpx.stream("POST", url + path, json=body, timeout=30) as reply:
+            lines = reply.iter_lines()  # held: a reader that is dropped closes the stream
+            for _ in range(8):
+                next(lines)
+        eventually(lambda: engine.stats.counters.num_finished.get("abort") == 1)
+        body = {"model": "toy", "prompt": prompt, "max_tokens": 1}
+        usage = httpx.post(f"{url}/v1/completions", json=body, timeout=30).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == len(prompt) - 1
+        assert engine.stats.counters.num_generated_tokens > 1
+    asyncio.run(engine.aclose())

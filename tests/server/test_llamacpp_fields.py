@@ -11,7 +11,7 @@ import pytest
 
 from engine.toy import toy_answer
 
-from .harness import Pace, chatty_engine, scripted_engine, serving
+from .harness import Pace, chatty_engine, metric, scripted_engine, serving
 from .test_completions import text_of
 
 GREEDY = {"temperature": 0, "n_predict": 10}
@@ -233,4 +233,15 @@ def test_openais_endpoints_tell_timings_and_progress_to_clients_that_ask():
             assert progress[-1]["processed"] == progress[-1]["total"] >= 90
             assert [c["timings"]["predicted_n"] for c in chunks if "timings" in c][-1] == 4
             assert not any("timings" in chunk for chunk in events(url, path, **prompt, max_tokens=2))
+    asyncio.run(engine.aclose())
+
+
+def test_metrics_have_llamacpps_names():
+    engine = chatty_engine()
+    with serving({"toy": engine}) as url:
+        for _ in range(2):
+            post(url, prompt="to be counted", ignore_eos=True, **GREEDY)
+        assert metric(url, "llamacpp:prompt_tokens_total", model="toy") == len("to be counted") + 1
+        assert metric(url, "llamacpp:tokens_predicted_total", model="toy") == 20
+        assert metric(url, "llamacpp:requests_processing", model="toy") == 0
     asyncio.run(engine.aclose())

@@ -263,6 +263,32 @@ class _VllmNames(Collector):
         return [running, waiting, usage, generated, preempted, asked, reused, prompts]
 
 
+class _LlamaCppNames(Collector):
+    """What dashboards for llama.cpp's server read, under its names."""
+
+    def __init__(
+        self, snapshots: Callable[[], Mapping[str, EngineStats]], caches: Callable[[], Mapping[str, CacheStats]]
+    ) -> None:
+        self._snapshots = snapshots
+        self._caches = caches
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ["model"]
+        prompts = CounterMetricFamily("llamacpp:prompt_tokens", "Prompt tokens that were computed.", labels=labels)
+        predicted = CounterMetricFamily("llamacpp:tokens_predicted", "Tokens sampled.", labels=labels)
+        decodes = CounterMetricFamily("llamacpp:n_decode", "Engine steps.", labels=labels)
+        processing = GaugeMetricFamily("llamacpp:requests_processing", "Requests in the batch.", labels=labels)
+        deferred = GaugeMetricFamily("llamacpp:requests_deferred", "Requests not yet in the batch.", labels=labels)
+        for model, stats in self._snapshots().items():
+            predicted.add_metric([model], stats.counters.num_generated_tokens)
+            decodes.add_metric([model], stats.counters.num_steps)
+            processing.add_metric([model], stats.num_running)
+            deferred.add_metric([model], stats.num_waiting)
+        for model, cache in self._caches().items():
+            prompts.add_metric([model], cache.num_asked_tokens - cache.num_reused_tokens)
+        return [prompts, predicted, decodes, processing, deferred]
+
+
 class Metrics:
     """The app's instruments.
 
@@ -278,6 +304,7 @@ class Metrics:
         registry.register(_EngineCollector(snapshots))
         registry.register(_CacheCollector(caches))
         registry.register(_VllmNames(snapshots, caches))
+        registry.register(_LlamaCppNames(snapshots, caches))
         by_model = ["model"]
         self.ttft_s = Histogram(
             "spolia_time_to_first_token_seconds", "From submission to the first token.", by_model,
