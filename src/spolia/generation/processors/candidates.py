@@ -17,7 +17,7 @@ __all__ = ["Candidates", "Scratch", "Softmax", "at_least", "largest", "most_like
 
 _NUM_ROWS = 32
 _BUCKET = 256
-_SAMPLE = 4_096
+_SAMPLE = 512
 _NUM_BINS, _BINS_PER_UNIT = 4_096, 64
 
 Indices = NDArray[np.intp]
