@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 
 import pytest
 
 from spolia.engine import SessionConflict, SessionStore, SessionTurn, UnknownSession
 from spolia.engine.session_files import SESSIONS_FOLDER, SessionFiles
+from spolia.errors import StorageUnavailable
 from spolia.tiers import AesGcm, Checksum, DocumentFolder
 
 from .test_sessions import Clock
@@ -36,6 +38,10 @@ class Place:
 @pytest.fixture
 def place(tmp_path):
     return Place(tmp_path)
+
+
+def find(store, session_id, salt, **options):
+    return asyncio.run(store.find(session_id, salt, **options))
 
 
 def open_with_turns(store, *, salt="", ttl_s=100.0):
@@ -172,23 +178,23 @@ def test_servers_that_share_a_folder_see_what_the_others_made_of_a_session(place
     one, two = place.store(), place.store()
     mine = open_with_turns(one, salt="mine")
     mine.saved.result(10)
-    theirs = two.get(mine.id, "mine")  # opened after the other server had started
+    theirs = find(two, mine.id, "mine")  # opened after the other server had started
     assert theirs.token_ids == mine.token_ids
     theirs.append([5, 6])
     theirs.saved.result(10)
-    assert one.get(mine.id, "mine").token_ids == theirs.token_ids
+    assert find(one, mine.id, "mine").token_ids == theirs.token_ids
     mine.append([9])
     mine.saved.result(10)
-    assert two.get(mine.id, "mine").token_ids == [*theirs.token_ids[:-1], 9] == mine.token_ids
+    assert find(two, mine.id, "mine").token_ids == [*theirs.token_ids[:-1], 9] == mine.token_ids
     with pytest.raises(UnknownSession):
-        two.get(mine.id, "theirs")
+        find(two, mine.id, "theirs")
 
 
 def test_of_two_servers_that_change_a_session_at_once_the_second_is_told_and_nothing_is_lost(place):
     one, two = place.store(), place.store()
     mine = open_with_turns(one)
     mine.saved.result(10)
-    theirs = two.get(mine.id, "")
+    theirs = find(two, mine.id, "")
     before = list(mine.token_ids)
     turns = [SessionTurn(session, [5], []) for session in (mine, theirs)]
     for turn in turns:
@@ -199,10 +205,10 @@ def test_of_two_servers_that_change_a_session_at_once_the_second_is_told_and_not
     assert isinstance(theirs.saved.exception(10), SessionConflict)
     with pytest.raises(SessionConflict, match=f"has {len(before) + 2} tokens of it"):
         asyncio.run(theirs.kept())
-    assert two.get(mine.id, "").token_ids == [*before, 5, 1]  # and can go on from there
+    assert find(two, mine.id, "").token_ids == [*before, 5, 1]  # and can go on from there
     theirs.append([3])
     theirs.saved.result(10)
-    assert one.get(mine.id, "").token_ids == place.store().get(mine.id, "").token_ids == [*before, 5, 1, 3]
+    assert find(one, mine.id, "").token_ids == find(place.store(), mine.id, "").token_ids == [*before, 5, 1, 3]
 
 
 def test_a_session_that_another_server_goes_on_with_does_not_expire_there(place):
@@ -210,10 +216,53 @@ def test_a_session_that_another_server_goes_on_with_does_not_expire_there(place)
     mine = open_with_turns(one, ttl_s=100.0)
     mine.saved.result(10)
     place.clock.now_s += 60
-    two.get(mine.id, "").append([5])
-    two.get(mine.id, "").saved.result(10)
+    find(two, mine.id, "").append([5])
+    find(two, mine.id, "").saved.result(10)
     place.clock.now_s += 60
     assert one.all("") == []
     one.end()
     assert [path.stem for path in place.files()] == [mine.id]
-    assert one.get(mine.id, "").token_ids[-1] == 5
+    assert find(one, mine.id, "").token_ids[-1] == 5
+
+
+def test_nobody_waits_long_for_a_disk_that_hangs(place, monkeypatch):
+    store = place.store()
+    mine = open_with_turns(store, ttl_s=100.0)
+    mine.saved.result(10)
+    hangs, answers = threading.Event(), threading.Event()
+
+    def hanging(folder, name, state=DocumentFolder.state):
+        hangs.set()
+        assert answers.wait(60)
+        return state(folder, name)
+
+    monkeypatch.setattr(DocumentFolder, "state", hanging)
+    try:
+        assert find(store, mine.id, "", timeout_s=0.1) is mine  # in memory: it goes on
+        assert hangs.is_set()
+        with pytest.raises(StorageUnavailable, match=r"has not answered for 0\.1 s"):
+            find(store, "session-" + "0" * 32, "", timeout_s=0.1)
+        mine.append([5])
+        place.clock.now_s += 200
+        assert store.all("") == []  # expired, and the loop went on
+    finally:
+        answers.set()
+    store.end()
+    assert place.files() == []
+
+
+def test_what_was_looked_for_before_a_change_here_is_not_taken_after_it(place):
+    one, two = place.store(), place.store()
+    mine = open_with_turns(one)
+    mine.saved.result(10)
+    files = SessionFiles(place.folder, OWNER, Checksum())
+    found = files.look(mine.id).result(10)
+    assert found is not None
+    assert found.session.token_ids == mine.token_ids
+    assert files.take(found)
+    assert not files.take(found)  # known by now
+    find(two, mine.id, "").append([5])
+    find(two, mine.id, "").saved.result(10)
+    found = files.look(mine.id).result(10)
+    files.delete(mine.id).result(10)
+    assert not files.take(found)  # it was deleted here meanwhile

@@ -7,17 +7,17 @@ import queue
 import re
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from spolia.errors import InvalidRequest, StorageUnavailable
 from spolia.tiers import DocumentFolder, ExtentError, Sealer
 
-__all__ = ["SESSIONS_FOLDER", "KeptSession", "SessionConflict", "SessionFiles"]
+__all__ = ["SESSIONS_FOLDER", "Found", "KeptSession", "SessionConflict", "SessionFiles"]
 
 logger = logging.getLogger("spolia.engine")
 
@@ -25,6 +25,11 @@ SESSIONS_FOLDER = "spolia-sessions-1"
 """Beside the KV, in the folder that `kv_disk` names."""
 
 _ID = re.compile(r"session-[0-9a-f]{32}")
+_Result = TypeVar("_Result")
+_DELETED = "deleted"
+"""The stamp of what waits to be deleted."""
+
+_State: TypeAlias = tuple[int, int, int] | None
 
 
 class SessionConflict(InvalidRequest):
@@ -47,14 +52,29 @@ class KeptSession(msgspec.Struct, frozen=True):
     stamp: str = ""
 
 
+class Found(NamedTuple):
+    """A session that another process has written, as `SessionFiles.look` found it.
+
+    Attributes:
+        known: the stamp of what was known here when it was looked for.
+        state: its file's.
+    """
+
+    session: KeptSession
+    known: str | None
+    state: _State
+
+
 class _Job(NamedTuple):
-    id: str
-    session: KeptSession | None  # None: delete it
-    done: Future[None]
+    do: Callable[[], Any]
+    done: Future[Any]
 
 
 class SessionFiles:
     """Writes sessions in the background, each whole whenever it changes, and finds them again.
+
+    All that meets the disk, but for `load`, is done by one thread, one job after the other, and told by a future: no
+    event loop waits for a disk.
 
     A disk that fails costs no session: those here go on, and what could not be written is logged, and tried again when
     the session changes next.
@@ -73,7 +93,7 @@ class SessionFiles:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # guards `_thread`
         self._stamps: dict[str, str] = {}
-        self._states: dict[str, tuple[int, int, int] | None] = {}
+        self._states: dict[str, _State] = {}
 
     def load(self) -> Iterator[tuple[KeptSession, float]]:
         """Sessions and when each was last used, in seconds since the epoch; the least recently used first."""
@@ -83,22 +103,17 @@ class SessionFiles:
                 self._note(kept)
                 yield kept, document.used_s
 
-    def newer(self, session_id: str) -> KeptSession | None:
-        """A session as another process has left it; None: it is as it was last read or written here, or not there."""
-        if _ID.fullmatch(session_id) is None or self._documents.state(session_id) in (
-            None,
-            self._states.get(session_id),
-        ):
-            return None
-        kept = self._read(session_id)
-        is_new = kept is not None and kept.stamp != self._stamps.get(session_id)
-        if kept is not None:
-            self._note(kept)
-        return kept if is_new else None
+    def look(self, session_id: str) -> Future[Found | None]:
+        """Find a session if another process has left it as it is not known here; `take` it to know it."""
+        return self._put(lambda: self._look(session_id))
 
-    def is_used_elsewhere(self, session_id: str) -> bool:
-        """Whether another process has used it since this one did."""
-        return self._documents.state(session_id) not in (None, self._states.get(session_id))
+    def take(self, found: Found) -> bool:
+        """Whether what was found goes on: nothing has been found, written or deleted since it was looked for."""
+        session_id = found.session.id
+        if self._stamps.get(session_id) != found.known:
+            return False
+        self._stamps[session_id], self._states[session_id] = found.session.stamp, found.state
+        return True
 
     def save(self, session: KeptSession) -> Future[None]:
         """Have a session written; the future is done when it is, or when that failed. Does not wait.
@@ -113,18 +128,20 @@ class SessionFiles:
             messages=list(session.messages),
             marks=list(session.marks),
         )
-        return self._put(_Job(session.id, frozen, Future()))
+        return self._put(lambda: self._write(frozen))
 
     def delete(self, session_id: str) -> Future[None]:
         """As `save`."""
-        return self._put(_Job(session_id, None, Future()))
+        self._stamps[session_id] = _DELETED
+        return self._put(lambda: self._delete(session_id))
+
+    def expire(self, session_id: str) -> Future[bool]:
+        """Delete it, unless another process has used it since this one did; whether it was deleted."""
+        return self._put(lambda: self._expire(session_id))
 
     def touch(self, session_id: str) -> None:
         """It was used just now."""
-        before, known = self._documents.state(session_id), self._states.get(session_id)
-        self._documents.touch(session_id)
-        if before == known:
-            self._states[session_id] = self._documents.state(session_id)
+        self._put(lambda: self._touch(session_id))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Write what waits, for so long at most. What is saved later is written all the same."""
@@ -134,31 +151,60 @@ class SessionFiles:
             self._jobs.put(None)
             thread.join(timeout_s)
 
-    def _put(self, job: _Job) -> Future[None]:
+    def _put(self, do: Callable[[], _Result]) -> Future[_Result]:
+        done: Future[_Result] = Future()
         with self._lock:
-            self._jobs.put(job)
+            self._jobs.put(_Job(do, done))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="spolia-sessions", daemon=True)
                 self._thread.start()
-        return job.done
+        return done
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job.done.set_running_or_notify_cancel()
+            if not job.done.set_running_or_notify_cancel():
+                continue
             try:
-                if job.session is None:
-                    self._documents.delete(job.id)
-                    self._stamps.pop(job.id, None)
-                    self._states.pop(job.id, None)
-                else:
-                    self._write(job.session)
+                result = job.do()
             except StorageUnavailable as error:
                 logger.warning("a session is kept in memory only: %s", error)
-            except SessionConflict as error:
+                job.done.set_result(None)
+            except Exception as error:
                 logger.warning("%s", error)
                 job.done.set_exception(error)
-                continue
-            job.done.set_result(None)
+            else:
+                job.done.set_result(result)
+
+    def _look(self, session_id: str) -> Found | None:
+        if _ID.fullmatch(session_id) is None:
+            return None
+        known, state = self._stamps.get(session_id), self._documents.state(session_id)
+        if state is None or state == self._states.get(session_id):
+            return None
+        kept = self._read(session_id)
+        if kept is None:
+            return None
+        if kept.stamp == known:  # only used there
+            self._states[session_id] = state
+            return None
+        return Found(kept, known, state)
+
+    def _delete(self, session_id: str) -> None:
+        self._documents.delete(session_id)
+        self._stamps.pop(session_id, None)
+        self._states.pop(session_id, None)
+
+    def _expire(self, session_id: str) -> bool:
+        if self._documents.state(session_id) not in (None, self._states.get(session_id)):
+            return False
+        self._delete(session_id)
+        return True
+
+    def _touch(self, session_id: str) -> None:
+        before, known = self._documents.state(session_id), self._states.get(session_id)
+        self._documents.touch(session_id)
+        if before == known:
+            self._states[session_id] = self._documents.state(session_id)
 
     def _write(self, session: KeptSession) -> None:
         with self._documents.lock():

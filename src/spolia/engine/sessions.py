@@ -22,15 +22,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from spolia.engine.session_files import KeptSession, SessionFiles
-from spolia.errors import InvalidRequest, Overloaded
+from spolia.engine.session_files import Found, KeptSession, SessionFiles
+from spolia.errors import InvalidRequest, Overloaded, StorageUnavailable
 
 __all__ = ["Session", "SessionBusy", "SessionStore", "SessionTurn", "UnknownSession"]
 
 _MAX_SESSIONS = 4_096
 _DEFAULT_TTL_S = 3_600.0
+_DISK_TIMEOUT_S = 2.0
 
 
 class UnknownSession(InvalidRequest):
@@ -74,10 +76,15 @@ class Session:
         return self.turn is not None
 
     @property
+    def is_changing(self) -> bool:
+        """Whether a turn is running, or what it is now waits to be written."""
+        return self.is_busy or (self.saved is not None and not self.saved.done())
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    async def kept(self, timeout_s: float = 2.0) -> None:
+    async def kept(self, timeout_s: float = _DISK_TIMEOUT_S) -> None:
         """Wait until it is on disk as it is now, if it is to be, but no longer than that: a disk may hang.
 
         Raises:
@@ -233,22 +240,19 @@ class SessionStore:
             session.token_ids, session.messages, session.marks = one.token_ids, one.messages, one.marks
             self._open[session.id] = session
 
-    def _look_again(self, session_id: str) -> Session | None:
-        """A session as it is now, also if another process has opened or changed it."""
-        session = self._open.get(session_id)
-        is_changing = session is not None and (
-            session.is_busy or (session.saved is not None and not session.saved.done())
-        )
-        if self._files is None or is_changing or (kept := self._files.newer(session_id)) is None:
-            return session
-        if session is None:
-            now_s = self._clock()
-            session = Session(kept.id, kept.cache_salt, now_s, now_s, kept.ttl_s, on_change=self._save)
-            with self._lock:
+    def _take(self, found: Found) -> None:
+        """Go on with what another process has made of a session, unless it has been changed here since."""
+        kept = found.session
+        with self._lock:
+            session = self._open.get(kept.id)
+            if (session is not None and session.is_changing) or self._files is None or not self._files.take(found):
+                return
+            if session is None:
+                now_s = self._clock()
+                session = Session(kept.id, kept.cache_salt, now_s, now_s, kept.ttl_s, on_change=self._save)
                 self._open[session.id] = session
         session.token_ids, session.messages, session.marks = kept.token_ids, kept.messages, kept.marks
         session.saved = None
-        return session
 
     def _save(self, session: Session) -> None:
         if self._files is not None and session.id in self._open:
@@ -285,13 +289,36 @@ class SessionStore:
         self._save(session)
         return session
 
-    def get(self, session_id: str, cache_salt: str) -> Session:
+    async def find(self, session_id: str, cache_salt: str, timeout_s: float = _DISK_TIMEOUT_S) -> Session:
+        """A session as it is now, also if another process has opened or changed it.
+
+        Raises:
+            UnknownSession: as `get`.
+            StorageUnavailable: it is not here, and the disk that may have it has not answered in time. One that is here
+                goes on as it is: if another process has changed it, `Session.kept` tells.
         """
+        session = self._open.get(session_id)
+        if self._files is not None and (session is None or not session.is_changing):
+            look = asyncio.wrap_future(self._files.look(session_id))
+            await asyncio.wait([look], timeout=timeout_s)
+            if look.done():
+                if (found := look.result()) is not None:
+                    self._take(found)
+            elif session_id not in self._open:
+                raise StorageUnavailable(
+                    f"session {session_id!r} is not in memory, and the disk with the others has not answered for "
+                    f"{timeout_s:g} s; try again when it does, or open another session"
+                )
+        return self.get(session_id, cache_salt)
+
+    def get(self, session_id: str, cache_salt: str) -> Session:
+        """A session that is in memory.
+
         Raises:
             UnknownSession: it was never opened, was closed, has expired, or belongs to somebody else.
         """
         self.expire()
-        session = self._look_again(session_id)
+        session = self._open.get(session_id)
         if session is None or session.cache_salt != cache_salt:
             raise UnknownSession(
                 f"no session {session_id!r} is open here; open one with POST /v1/sessions", param="session"
@@ -350,8 +377,14 @@ class SessionStore:
             for session in gone:
                 del self._open[session.id]
         for session in gone:
-            if self._files is None or not self._files.is_used_elsewhere(session.id):
-                self._forget(session)
+            if self._files is None:
+                self._closed(session)
+            else:
+                self._files.expire(session.id).add_done_callback(partial(self._has_expired, session))
+
+    def _has_expired(self, session: Session, deleted: Future[bool]) -> None:
+        if not deleted.cancelled() and deleted.exception() is None and deleted.result():
+            self._closed(session)
 
     def end(self, timeout_s: float = 10.0) -> None:
         """The process is about to end: write what waits to be written, for so long at most."""

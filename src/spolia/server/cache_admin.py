@@ -93,7 +93,7 @@ async def select_ids(served: ServedModel, body: Selection) -> list[int]:
     if sum(way is not None for way in (body.prompt, body.messages, body.session)) != 1:
         raise InvalidRequest("send one of prompt, messages and session", param="prompt")
     if body.session is not None:
-        return list(find_session(served, body.session, body.cache_salt).token_ids)
+        return list((await find_session(served, body.session, body.cache_salt)).token_ids)
     if body.messages is not None:
         return await encode_chat(model, body.messages, add_generation_prompt=False)
     prompt = body.prompt or ""

@@ -85,7 +85,7 @@ class ChatEndpoint:
                     param="continue_final_message",
                 )
             turn = await chat_turn(
-                find_session(served, body.session, body.cache_salt),
+                await find_session(served, body.session, body.cache_salt),
                 model.tokenizer,
                 chat_messages(body.messages),
                 lambda messages, generate: render_chat(

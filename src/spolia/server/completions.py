@@ -49,7 +49,7 @@ class CompletionEndpoint:
         if body.session is not None:
             if body.suffix or len(asked) != 1:
                 raise InvalidRequest("a session takes one prompt a turn, and no suffix", param="prompt")
-            turn = await completion_turn(find_session(served, body.session, body.cache_salt), tokenizer, asked[0])
+            turn = await completion_turn(await find_session(served, body.session, body.cache_salt), tokenizer, asked[0])
             ids = [turn.prompt_ids]
         else:
             ids = await _prompt_ids(body, tokenizer)

@@ -6,8 +6,8 @@ Ollama's             {"error": "message"}                                under /
 llama.cpp's          {"error": {"code", "message", "type", "param"}}     of its own paths; the code is the status
 
 InvalidRequest 400 · Unauthorized 401 · Forbidden 403 · UnknownModel, UnknownThing, UnknownSession 404 ·
-BodyTooSlow 408 · SessionBusy, SessionConflict 409 · BodyTooLarge 413 · Overloaded 429 · NotReady 503 ·
-TookTooLong 504 · others 500
+BodyTooSlow 408 · SessionBusy, SessionConflict 409 · BodyTooLarge 413 · Overloaded 429 ·
+NotReady, StorageUnavailable 503 · TookTooLong 504 · others 500
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spolia.engine import SessionBusy, SessionConflict, UnknownSession
-from spolia.errors import InvalidRequest, NotReady, Overloaded, SpoliaError, UnknownModel
+from spolia.errors import InvalidRequest, NotReady, Overloaded, SpoliaError, StorageUnavailable, UnknownModel
 
 __all__ = [
     "BodyTooLarge",
@@ -107,6 +107,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (Forbidden, 403, "permission_error", "not_allowed"),
     (InvalidRequest, 400, "invalid_request_error", None),
     (NotReady, 503, "service_unavailable_error", "not_ready"),
+    (StorageUnavailable, 503, "service_unavailable_error", "storage_unavailable"),
     (TookTooLong, 504, "timeout_error", "request_timeout"),
     (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),

@@ -100,13 +100,14 @@ class WholeSession(SessionCard, kw_only=True):
     turns: list[int]
 
 
-def find_session(served: ServedModel, session_id: str, cache_salt: str | None) -> Session:
+async def find_session(served: ServedModel, session_id: str, cache_salt: str | None) -> Session:
     """A session of whoever asks.
 
     Raises:
         UnknownSession: there is none of that id, or it is another tenant's or has another salt.
+        StorageUnavailable: it may be on a disk that does not answer.
     """
-    return served.sessions.get(session_id, current_caller().cache_salt(cache_salt or ""))
+    return await served.sessions.find(session_id, current_caller().cache_salt(cache_salt or ""))
 
 
 async def completion_turn(session: Session, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> SessionTurn:
@@ -239,7 +240,7 @@ class SessionEndpoints:
     async def show(self, request: Request, session_id: str) -> Response:
         """Its messages, and where its turns end."""
         served = await self._models.ready(request.query_params.get("model"))
-        session = find_session(served, session_id, request.query_params.get("cache_salt"))
+        session = await find_session(served, session_id, request.query_params.get("cache_salt"))
         served.engine.expect([session])  # who looks at it is about to go on
         await session.kept()
         turns = [num_messages for _, num_messages in session.marks]
@@ -249,7 +250,7 @@ class SessionEndpoints:
     async def close(self, request: Request, session_id: str) -> Response:
         """Forget it; its KV is the first to go."""
         served = await self._models.ready(request.query_params.get("model"))
-        session = find_session(served, session_id, request.query_params.get("cache_salt"))
+        session = await find_session(served, session_id, request.query_params.get("cache_salt"))
         served.sessions.close(session)
         closed = {"id": session.id, "object": "session", "deleted": True}
         return Response(msgspec.json.encode(closed), media_type="application/json")
@@ -258,7 +259,7 @@ class SessionEndpoints:
         """Add messages or text without answering."""
         body = await read_body(request, AppendToSession, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
-        session = find_session(served, session_id, body.cache_salt)
+        session = await find_session(served, session_id, body.cache_salt)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         model = served.engine.model
@@ -279,13 +280,13 @@ class SessionEndpoints:
         """A session of its own with the same tokens so far."""
         body = await read_body(request, ForkSession, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
-        return await _reply(served, served.sessions.fork(find_session(served, session_id, body.cache_salt)))
+        return await _reply(served, served.sessions.fork(await find_session(served, session_id, body.cache_salt)))
 
     async def rewind(self, request: Request, session_id: str) -> Response:
         """Take tokens or messages back."""
         body = await read_body(request, RewindSession, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
-        session = find_session(served, session_id, body.cache_salt)
+        session = await find_session(served, session_id, body.cache_salt)
         session.rewind(turns=body.turns, num_tokens=body.num_tokens)
         served.engine.expect([session])
         return await _reply(served, session)
