@@ -124,29 +124,27 @@ class Evictor:
 
     def _note_freed(self, group: int, num_free: int) -> None:
         """Count the blocks that an eviction has freed, and tell of them while their KV is still there."""
-        ids = self._tree.pools[group].freed_since(num_free)
-        self._stats.num_evicted_blocks += len(ids)
-        if self._on_evict is not None and len(ids):
-            self._on_evict(group, ids, self._tree.pools[group].tags(ids))
+        pool = self._tree.pools[group]
+        self._stats.num_evicted_blocks += pool.num_free - num_free
+        if self._on_evict is not None and pool.num_free > num_free:
+            ids = pool.freed_since(num_free)
+            self._on_evict(group, ids, pool.tags(ids))
 
     def _evict_leaves(self, group: int, num_blocks: int) -> bool:
         pool, block_size = self._tree.pools[group], self._tree.block_size
         while pool.num_free < num_blocks:
-            leaf = self._retention.take_leaf()
+            leaf = self._retention.next_leaf()
             if leaf is None:
                 return False
-            if leaf.children:
-                continue  # it is offered again when the last of them goes
             furthest = self.evictable_end(leaf)
             keep = self._tree.num_blocks(leaf.end) - (num_blocks - pool.num_free)
             end = max(furthest, keep * block_size)
-            if end == leaf.end:
-                continue  # leased to its tail; it is offered again when the lease ends
+            if leaf.children or end == leaf.end:  # leased to its tail
+                self._retention.withdraw(leaf)
+                continue
             parent = leaf.parent
             self.cut(leaf, end)
-            if end > furthest:
-                self._retention.offer(leaf)
-            elif end == leaf.start and parent is not None:
+            if end == leaf.start and parent is not None:
                 self.prune(parent)
         return True
 

@@ -314,10 +314,13 @@ class Retention:
         for node in self._alarms.due(now):
             self._rank(node, now)
 
-    def take_leaf(self) -> RadixNode | None:
-        """Take out the leaf that goes first; None if there is none. It may have got children since it was offered."""
+    def next_leaf(self) -> RadixNode | None:
+        """The leaf that goes first; None if there is none. It may have got children since it was offered.
+
+        It stays first until it is gone, or withdrawn.
+        """
         if self._is_plain:
-            return self._leaves[0].pop()
+            return self._leaves[0].peek()
         while True:
             heads = {segment: head for segment, queue in enumerate(self._leaves) if (head := queue.peek()) is not None}
             if not heads:
@@ -325,9 +328,7 @@ class Retention:
             level = min(head.key[0] for head in heads.values())
             segments = [segment for segment, head in heads.items() if head.key[0] == level]
             segment = segments[0] if len(segments) == 1 else self.policy.choose(segments, self.segment_tokens)
-            node = self._leaves[segment].pop()
-            if node is None or node.standing.segment != segment:
-                continue  # queued again where it belongs when it moved
+            node = heads[segment]
             now = self.clock()
             if not self.policy.reprieve(node, now):
                 return node
@@ -335,10 +336,14 @@ class Retention:
             self._rank(node, now)
             self.offer(node)
 
-    def forget(self, node: RadixNode) -> None:
-        """The node is gone."""
+    def withdraw(self, node: RadixNode) -> None:
+        """The node has nothing to give up as a leaf now. It is offered again when it has."""
         for leaves in self._leaves:
             leaves.discard(node)
+
+    def forget(self, node: RadixNode) -> None:
+        """The node is gone."""
+        self.withdraw(node)
         self._alarms.drop(node)
         if self.owners and (owner := self.owners.get(node.namespace)) is not None:
             owner.leaves.discard(node)
