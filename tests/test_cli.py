@@ -457,3 +457,21 @@ def test_an_impossible_stream_interval_is_refused(smollm2_path: Path, interval: 
     result = spolia("serve", str(smollm2_path), "--stream-interval", interval)
     assert result.returncode != 0
     assert "stream_interval_ms" in result.stderr
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+@pytest.mark.parametrize("command", [["generate", "smollm2", "-", *SMALL], ["chat", "smollm2", *SMALL]])
+def test_what_is_piped_and_is_no_utf8_is_refused_in_words(command: list[str], locale: str):
+    shown = subprocess.run(
+        [sys.executable, "-m", "spolia", *command],
+        input="Grüße: é".encode("latin-1"),
+        env={**os.environ, "LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    said = shown.stderr.decode()
+    assert shown.returncode == 2
+    assert "standard input is not UTF-8: byte 0xfc after 'Gr'; convert it" in said
+    assert "Traceback" not in said
+    assert shown.stdout == b""

@@ -11,6 +11,7 @@ from spolia.cli.flags import CHAT_DEFAULTS, EngineFlags, SamplingFlags
 from spolia.cli.markdown import MarkdownStream
 from spolia.cli.models import fetch
 from spolia.cli.partner import LocalPartner, Partner, RemotePartner
+from spolia.cli.piped import read_line
 from spolia.cli.talk import Messages, Talk
 from spolia.engine import LLM
 from spolia.errors import InvalidRequest, SpoliaError
@@ -139,7 +140,7 @@ def _read(name: str) -> str | None:
     Ctrl-C drops what was typed, as in a shell.
     """
     if not sys.stdin.isatty():
-        line = sys.stdin.readline()
+        line = read_line()
         return line.strip() if line else None
     import readline  # noqa: F401 - line editing and history for input()
 

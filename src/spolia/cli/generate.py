@@ -7,6 +7,7 @@ import time
 
 from spolia.cli.flags import GENERATE_DEFAULTS, EngineFlags, SamplingFlags
 from spolia.cli.models import fetch
+from spolia.cli.piped import read_all
 from spolia.engine import LLM, RequestOutput
 from spolia.errors import InvalidRequest
 
@@ -22,7 +23,7 @@ def run(
         ModelError: the model cannot be had or read.
         InvalidRequest: a flag or a prompt that is impossible.
     """
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_all() if prompt == "-" else prompt
     params = sampling.params(**GENERATE_DEFAULTS)
     config = engine.config()
     fetch(source)
