@@ -105,7 +105,9 @@ def test_searches_and_the_prompts_log_probabilities_never_rest_on_it(model, tmp_
         warm = llm.generate(PROMPT, of_prompt)
         assert (warm.num_rounded_tokens, logprobs(warm)) == ({}, logprobs(cold))
         assert llm.beam_search(PROMPT, beams) == found
-        assert llm.contrastive_search(PROMPT, contrast) == contrasted
+        again = llm.contrastive_search(PROMPT, contrast)  # what it chose among says how each was rated
+        assert (again.token_ids, again.choices) == (contrasted.token_ids, contrasted.choices)
+        assert again.num_rounded_tokens == {}
         assert llm.stats.counters.num_rounded_tokens == {kind: 192}  # of the first request
 
 

@@ -17,7 +17,7 @@ from engine.toy import ToyCodec
 from spolia.engine import CacheAdmin
 from spolia.errors import InvalidRequest
 from spolia.server import ServerConfig
-from spolia.server.hot_changes import AttachTier, ConfigChange, apply_changes
+from spolia.server.hot_changes import AttachTier, ConfigChange, HotChanges
 from spolia.tiers import FolderBackend, HostBackend, Tier, TierUse
 
 from .harness import chatty_engine, eventually, serving
@@ -312,7 +312,7 @@ def test_a_change_that_fails_as_nobody_foresaw_is_undone_too(server, monkeypatch
     assert httpx.get(f"{server.url}/v1/cache/config").json() == before
 
 
-def test_whoever_is_cancelled_while_changes_are_made_leaves_all_or_none(monkeypatch):
+def test_whoever_is_cancelled_while_changes_are_made_leaves_all_or_none_and_the_next_waits_for_that(monkeypatch):
     entered, go_on = threading.Event(), threading.Event()
 
     def slow(*args: Any, **options: Any) -> None:
@@ -324,17 +324,23 @@ def test_whoever_is_cancelled_while_changes_are_made_leaves_all_or_none(monkeypa
 
     async def main() -> None:
         async with chatty_engine(num_blocks=64) as engine:
-            served: Any = SimpleNamespace(engine=engine)
+            served: Any = type("Served", (), {"engine": engine})()
+            admin, changes = CacheAdmin(engine, engine.sealer), HotChanges(lambda: None)
             wanted = ConfigChange(kv_policy="lfu", attach=[AttachTier(remote="valkey://nowhere")])
-            change = asyncio.create_task(apply_changes(served, CacheAdmin(engine, engine.sealer), wanted))
+            first = asyncio.create_task(changes.make(served, admin, wanted))
             await asyncio.to_thread(entered.wait, 60)
-            change.cancel()
+            first.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await change
+                await first
             assert await engine.call(lambda core: core.cache.policy.name) == "lfu"
+            following = asyncio.create_task(changes.make(served, admin, ConfigChange(kv_policy="slru")))
+            for _ in range(20):  # were it let in, these turns of the loop and of the engine would be enough
+                await engine.call(lambda core: None)
+            assert not following.done()
             go_on.set()
-            while await engine.call(lambda core: core.cache.policy.name) != "lru":
-                await asyncio.sleep(0.001)
+            (change,) = await following
+            assert (change.before, change.after) == ("lru", "slru")  # the one before was undone by then
+            assert await engine.call(lambda core: core.cache.policy.name) == "slru"
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

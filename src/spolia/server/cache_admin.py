@@ -15,7 +15,6 @@ Where they take a prompt it is text, token ids, messages, or a session's.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
@@ -31,7 +30,7 @@ from spolia.server.body import BodyDeadlines, read_body
 from spolia.server.config import ServerConfig
 from spolia.server.encoding import encode
 from spolia.server.errors import Forbidden
-from spolia.server.hot_changes import Change, ConfigChange, apply_changes, describe
+from spolia.server.hot_changes import ConfigChange, HotChanges, describe
 from spolia.server.prompting import encode_chat
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
@@ -148,9 +147,8 @@ class CacheAdminEndpoints:
     def __init__(self, models: ServedModels, config: ServerConfig) -> None:
         self._models = models
         self._config = config
-        self._changing = asyncio.Lock()
-        self._made: dict[ServedModel, list[ConfigChange]] = {}  # to be made again when the model has been away
-        models.shelf.on_back = self._make_again
+        self._changes = HotChanges(self._free_bytes)
+        models.shelf.on_back = lambda served: self._changes.make_again(served, _admin(served))
 
     def routes(self) -> list[Route]:
         return [
@@ -277,11 +275,8 @@ class CacheAdminEndpoints:
     async def change(self, request: Request) -> Response:
         """Change them, one after the other; if one fails, those before it are undone."""
         served, body, admin = await self._read(request, ConfigChange)
-        async with self._changing:
-            changes = await self._apply(served, admin, body)
-            failed = next((change for change in changes if change.error is not None), None)
-            if failed is None:
-                self._made.setdefault(served, []).append(body)
+        changes = await self._changes.make(served, admin, body)
+        failed = next((change for change in changes if change.error is not None), None)
         content = {
             "object": "cache.config.change",
             "outcome": "done" if failed is None else "rolled_back",
@@ -296,19 +291,9 @@ class CacheAdminEndpoints:
     async def _describe(self, served: ServedModel) -> dict[str, Any]:
         return await describe(served, may_grow_bytes=self._free_bytes())
 
-    async def _apply(self, served: ServedModel, admin: CacheAdmin, wanted: ConfigChange) -> list[Change]:
-        return await apply_changes(served, admin, wanted, may_grow_bytes=self._free_bytes())
-
     def _free_bytes(self) -> int | None:
         """Of the server's `--memory`."""
         return self._models.shelf.free_bytes(self._models.all())
-
-    async def _make_again(self, served: ServedModel) -> None:
-        """A model has been loaded: what was changed before it was unloaded holds again."""
-        for wanted in self._made.get(served, ()):
-            for change in await self._apply(served, _admin(served), wanted):
-                if change.error is not None:
-                    logger.warning("model=%s %s is as at the start again: %s", served.name, change.change, change.error)
 
     async def _read(self, request: Request, kind: type[Any]) -> tuple[ServedModel, Any, CacheAdmin]:
         _refuse_other_sites(request)

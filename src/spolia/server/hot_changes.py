@@ -20,7 +20,7 @@ from spolia.server.served import ServedModel
 from spolia.sizes import parse_bytes
 from spolia.tiers import Checksum, FolderBackend, HostBackend, Tier, TierUse, open_remote
 
-__all__ = ["Change", "ConfigChange", "apply_changes", "describe"]
+__all__ = ["Change", "ConfigChange", "HotChanges", "apply_changes", "describe"]
 
 logger = logging.getLogger("spolia.server")
 
@@ -51,6 +51,50 @@ class ConfigChange(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kv_memory: int | str | None = None
     detach: list[str] = []
     attach: list[AttachTier] = []
+
+
+class HotChanges:
+    """Makes changes one request's after the other's, to their end, and again when a model has been away.
+
+    A client that goes does not end what it asked for half-way, and who comes next waits until that is over.
+    Event loop only.
+
+    Args:
+        free_bytes: so much more KV all models may take now; None: as far as there is memory.
+    """
+
+    def __init__(self, free_bytes: Callable[[], int | None]) -> None:
+        self._free_bytes = free_bytes
+        self._changing = asyncio.Lock()
+        self._made: dict[ServedModel, list[ConfigChange]] = {}
+        self._tasks: set[asyncio.Task[list[Change]]] = set()  # nobody else may know those whose client has gone
+
+    async def make(self, served: ServedModel, admin: CacheAdmin, wanted: ConfigChange) -> list[Change]:
+        """As `apply_changes`, when those before are made; cancelling it does not end them.
+
+        Raises:
+            InvalidRequest: nothing is to be changed.
+        """
+        task = asyncio.ensure_future(self._make(served, admin, wanted))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def make_again(self, served: ServedModel, admin: CacheAdmin) -> None:
+        """It has been loaded: what was changed before it was unloaded holds again."""
+        async with self._changing:
+            for wanted in self._made.get(served, ()):
+                for change in await apply_changes(served, admin, wanted, may_grow_bytes=self._free_bytes()):
+                    if change.error is not None:
+                        told = (served.name, change.change, change.error)
+                        logger.warning("model=%s %s is as at the start again: %s", *told)
+
+    async def _make(self, served: ServedModel, admin: CacheAdmin, wanted: ConfigChange) -> list[Change]:
+        async with self._changing:
+            changes = await apply_changes(served, admin, wanted, may_grow_bytes=self._free_bytes())
+            if all(change.error is None for change in changes):
+                self._made.setdefault(served, []).append(wanted)
+            return changes
 
 
 class Change(msgspec.Struct):
@@ -115,18 +159,12 @@ async def apply_changes(
 ) -> list[Change]:
     """Make changes one after the other; if one fails, for whatever reason, those before it are undone, the last first.
 
-    What was evicted for a smaller cache is not brought back by undoing. Whoever is cancelled meanwhile leaves all
-    changes made, or none.
+    What was evicted for a smaller cache is not brought back by undoing. Whoever is cancelled meanwhile would leave some
+    made and others not: see `HotChanges`.
 
     Args:
         may_grow_bytes: by so much more KV at most; None: as far as there is memory.
     """
-    return await asyncio.shield(_apply(served, admin, wanted, may_grow_bytes))
-
-
-async def _apply(
-    served: ServedModel, admin: CacheAdmin, wanted: ConfigChange, may_grow_bytes: int | None
-) -> list[Change]:
     changes: list[Change] = []
     undos: list[tuple[Change, Undo]] = []
     retired: list[TierUse] = []
