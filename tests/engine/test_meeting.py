@@ -103,6 +103,31 @@ def test_computing_stops_where_both_ends_meet():
     engine.core.close()
 
 
+def test_what_arrives_after_the_front_has_passed_it_is_written_nowhere():
+    """By then its blocks are committed, and those of a window may be let go of: their entry is no block at all."""
+    engine = slow(stored((None, 40)), (None, 40), run_blocks=1)
+    request, meeting = begin(engine)
+    wait_until_read(meeting)
+    late = []
+    while (block := meeting.restore.take_run()) is not None:
+        late.append(block)
+    meeting.restore.is_done = False  # as long as these are on their way
+    while meeting.sequence.num_computed_tokens < 200:
+        engine.core.step()
+    meeting.restore._arrived.extend(late[-4:])  # the lowest of them, which the window has passed
+    assert request.request_id in engine.core.tiering.meetings._meetings
+    pools = engine.core.tiering.blocks.pools
+    before = [pool.copy() for pool in pools]
+    engine.core.tiering.poll(is_busy=True)
+    for pool, as_it_was in zip(pools, before, strict=True):
+        assert (pool == as_it_was).all()
+    meeting.restore.is_done = True
+    assert list(run(engine)[request.request_id].token_ids) == toy_answer(PROMPT, 8, (None, 40))
+    for block in late[:-4]:
+        engine.core.tiering.tiers.mover.give_back(block)
+    engine.core.close()
+
+
 def test_a_gap_in_the_middle_is_computed_and_what_lies_behind_it_is_read():
     backend = stored()
     (lost,) = list(backend.values)[6:7]  # keys in the order in which they were written

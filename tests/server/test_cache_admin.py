@@ -7,7 +7,6 @@ import json
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import httpx

@@ -118,9 +118,16 @@ class Meetings:
         return True
 
     def _place(self, meeting: _Meeting, run: BlockRun) -> bool:
-        """Copy a run into the lease's blocks; False if there is no room for it."""
+        """Copy a run into the lease's blocks; False if there is no room for it.
+
+        Blocks that the front has begun stay as they are: they are committed, so others may read them, and a window may
+        have let go of them.
+        """
         sequence, lease = meeting.sequence, meeting.lease
         stop_block = run.first_block + run.num_blocks
+        first_block = max(run.first_block, -(-lease.num_computed_tokens // BLOCK_SIZE))
+        if first_block >= stop_block:
+            return True
         if meeting.low_block not in (None, stop_block):
             return False
         stop = stop_block * BLOCK_SIZE
@@ -133,11 +140,12 @@ class Meetings:
             sequence.num_slots = lease.num_reserved_tokens
             sequence.table_changed = True
         for group, payloads in enumerate(run.payloads):
-            table = lease.block_table(group)[run.first_block : stop_block]
-            self._blocks.fill(group, table, payloads, is_rounded=run.is_rounded)
-        meeting.low_block = run.first_block
-        meeting.ranges.append((run.first_block * BLOCK_SIZE, stop, run.tier))
-        sequence.meets_at = run.first_block * BLOCK_SIZE
+            table = lease.block_table(group)[first_block:stop_block]
+            missing = payloads[first_block - run.first_block :]
+            self._blocks.fill(group, table, missing, is_rounded=run.is_rounded)
+        meeting.low_block = first_block
+        meeting.ranges.append((first_block * BLOCK_SIZE, stop, run.tier))
+        sequence.meets_at = first_block * BLOCK_SIZE
         return True
 
     def _end(self, meeting: _Meeting) -> None:
