@@ -167,6 +167,28 @@ def test_what_one_tenant_keeps_is_not_there_for_another(url):
     assert httpx.get(f"{url}/v1/sessions", headers=bearer(BOB)).json()["data"] == []
 
 
+def test_another_tenants_session_is_unknown_whatever_is_asked_of_it(url):
+    session = httpx.post(f"{url}/v1/sessions", json={"model": "toy"}, headers=bearer(ALICE), timeout=30).json()["id"]
+    assert complete(url, ALICE, "a secret", session=session).status_code == 200
+    asked = [
+        ("GET", f"/v1/sessions/{session}", None),
+        ("GET", f"/v1/sessions/{session}?cache_salt=alice", None),
+        ("POST", f"/v1/sessions/{session}/append", {"model": "toy", "prompt": "x"}),
+        ("POST", f"/v1/sessions/{session}/fork", {"model": "toy"}),
+        ("POST", f"/v1/sessions/{session}/rewind", {"model": "toy", "turns": 1}),
+        ("POST", "/v1/completions", {"model": "toy", "prompt": "x", "session": session}),
+        ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "session": session}),
+        ("DELETE", f"/v1/sessions/{session}", None),
+    ]
+    for method, path, body in asked:
+        reply = httpx.request(method, url + path, json=body, headers=bearer(BOB), timeout=30)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "session_not_found"), (path, reply.text)
+    listed = httpx.get(f"{url}/v1/sessions", headers=bearer(BOB), timeout=30).json()["data"]
+    assert session not in [card["id"] for card in listed]
+    card = httpx.get(f"{url}/v1/sessions/{session}", headers=bearer(ALICE_2), timeout=30).json()
+    assert card["num_turns"] == 1  # it is there, as it was, for who may
+
+
 def test_requests_are_limited_by_the_minute_and_come_back():
     clock = Clock()
     account = Account(KeySettings(name="k", requests_per_minute=2), clock)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from spolia.engine import SessionStore
+from spolia.engine.session_files import SessionFiles
 from spolia.server.resuming import ResumableStreams
+from spolia.tiers import Checksum, DocumentFolder
 
 from .harness import ChattyToy, PlainTemplate, chatty_engine, serving
 
@@ -271,3 +277,42 @@ def test_what_a_closed_session_alone_used_goes_first():
         cached([3] * 120)
         assert cached([1] * 64) == 63
     asyncio.run(engine.aclose())
+
+
+def test_a_disk_that_hangs_costs_the_sessions_that_are_not_in_memory_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    engine = chatty_engine()
+    engine.sessions = SessionStore(clock=time.monotonic, files=SessionFiles(tmp_path, b"o" * 32, Checksum()))
+    hangs, answers = threading.Event(), threading.Event()
+
+    def hanging(folder: DocumentFolder, name: str, state: Any = DocumentFolder.state) -> Any:
+        hangs.set()
+        assert answers.wait(120)
+        return state(folder, name)
+
+    with serving({"toy": engine}) as url:
+        server = Server(url)
+        mine = server.open()
+        server.say(mine, "hello")
+        monkeypatch.setattr(DocumentFolder, "state", hanging)
+        replies: list[httpx.Response] = []
+        missing = f"{url}/v1/sessions/session-{'0' * 32}"
+        asking = threading.Thread(target=lambda: replies.append(httpx.get(missing, timeout=60)))
+        try:
+            asking.start()
+            assert hangs.wait(60)
+            httpx.get(f"{url}/health", timeout=60).raise_for_status()
+            server.call("POST", "/v1/completions", prompt="x", max_tokens=2)
+            asking.join(60)
+            (reply,) = replies
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "storage_unavailable"), reply.text
+            assert "try again" in reply.json()["error"]["message"]
+            body = {"messages": [{"role": "user", "content": "more"}], "session": mine, "max_tokens": 2}
+            server.call("POST", "/v1/chat/completions", **body)
+        finally:
+            answers.set()
+        asking.join(60)
+    asyncio.run(engine.aclose())  # what waited is written
+    again = SessionStore(clock=time.monotonic, files=SessionFiles(tmp_path, b"o" * 32, Checksum()))
+    assert len(again.get(mine, "").marks) == 2
