@@ -251,6 +251,31 @@ def test_nobody_waits_long_for_a_disk_that_hangs(place, monkeypatch):
     assert place.files() == []
 
 
+def test_what_waits_to_be_written_when_a_session_is_closed_is_no_conflict(place, monkeypatch):
+    store = place.store()
+    mine = open_with_turns(store)
+    mine.saved.result(10)
+    writes, goes_on = threading.Event(), threading.Event()
+
+    def slow(folder, name, read=DocumentFolder.read):
+        writes.set()
+        assert goes_on.wait(60)
+        return read(folder, name)
+
+    monkeypatch.setattr(DocumentFolder, "read", slow)
+    try:
+        mine.append([5])
+        assert writes.wait(60)
+        mine.append([6])
+        saved = mine.saved
+        store.close(mine)
+    finally:
+        goes_on.set()
+    assert saved.exception(10) is None
+    store.end()
+    assert place.files() == []
+
+
 def test_what_was_looked_for_before_a_change_here_is_not_taken_after_it(place):
     one, two = place.store(), place.store()
     mine = open_with_turns(one)

@@ -26,9 +26,6 @@ SESSIONS_FOLDER = "spolia-sessions-1"
 
 _ID = re.compile(r"session-[0-9a-f]{32}")
 _Result = TypeVar("_Result")
-_DELETED = "deleted"
-"""The stamp of what waits to be deleted."""
-
 _State: TypeAlias = tuple[int, int, int] | None
 
 
@@ -94,6 +91,7 @@ class SessionFiles:
         self._lock = threading.Lock()  # guards `_thread`
         self._stamps: dict[str, str] = {}
         self._states: dict[str, _State] = {}
+        self._to_delete: set[str] = set()  # what waits to be: nothing of it that is found goes on
 
     def load(self) -> Iterator[tuple[KeptSession, float]]:
         """Sessions and when each was last used, in seconds since the epoch; the least recently used first."""
@@ -110,7 +108,7 @@ class SessionFiles:
     def take(self, found: Found) -> bool:
         """Whether what was found goes on: nothing has been found, written or deleted since it was looked for."""
         session_id = found.session.id
-        if self._stamps.get(session_id) != found.known:
+        if session_id in self._to_delete or self._stamps.get(session_id) != found.known:
             return False
         self._stamps[session_id], self._states[session_id] = found.session.stamp, found.state
         return True
@@ -132,7 +130,7 @@ class SessionFiles:
 
     def delete(self, session_id: str) -> Future[None]:
         """As `save`."""
-        self._stamps[session_id] = _DELETED
+        self._to_delete.add(session_id)
         return self._put(lambda: self._delete(session_id))
 
     def expire(self, session_id: str) -> Future[bool]:
@@ -190,6 +188,7 @@ class SessionFiles:
         return Found(kept, known, state)
 
     def _delete(self, session_id: str) -> None:
+        self._to_delete.discard(session_id)
         self._documents.delete(session_id)
         self._stamps.pop(session_id, None)
         self._states.pop(session_id, None)

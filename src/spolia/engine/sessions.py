@@ -383,8 +383,8 @@ class SessionStore:
                 self._files.expire(session.id).add_done_callback(partial(self._has_expired, session))
 
     def _has_expired(self, session: Session, deleted: Future[bool]) -> None:
-        if not deleted.cancelled() and deleted.exception() is None and deleted.result():
-            self._closed(session)
+        if deleted.cancelled() or deleted.exception() is not None or deleted.result() is not False:
+            self._closed(session)  # but for one that another process goes on with
 
     def end(self, timeout_s: float = 10.0) -> None:
         """The process is about to end: write what waits to be written, for so long at most."""
