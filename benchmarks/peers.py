@@ -2,8 +2,8 @@
 
 The workloads are those of `spolia bench` (see `spolia.bench`). A server is started, measured over HTTP and stopped
 before the next one; each has the machine to itself. A peer that has no server runs the same prompts in its own process,
-without HTTP's share. Spolia's figure is divided by the best peer's of this run; of time to first token the inverse is
-taken, so more than 1 is always better for Spolia.
+and is compared with Spolia in a process, without HTTP and a client on the same cores. Spolia's figure is divided by the
+best peer's of this run; of time to first token the inverse is taken, so more than 1 is always better for Spolia.
 
     spolia pull smollm2
     python benchmarks/peers.py smollm2 \
@@ -58,6 +58,7 @@ FIGURES = {
     "batch_128_64": ("out_tok_s", "output tok/s", False),
     "shared_prefix": ("total_tok_s", "in + out tok/s", False),
     "multiturn": ("total_tok_s", "in + out tok/s", False),
+    "decode_4000": ("out_tok_s", "tok/s", False),
 }
 
 
@@ -111,10 +112,11 @@ async def over_http(label: str, url: str, vocab_size: int, only: list[str]) -> l
     return lines
 
 
-def in_openvino(python: str, file: Path, vocab_size: int, only: list[str]) -> list[dict[str, Any]]:
-    script = Path(__file__).with_name("openvino_workloads.py")
-    environment = {key: value for key, value in os.environ.items() if key not in ("OPENBLAS_CORETYPE", "PYTHONPATH")}
-    command = [os.path.expanduser(python), str(script), str(file), str(vocab_size), *only]
+def in_process(engine: str, python: str, file: Path, vocab_size: int, only: list[str]) -> list[dict[str, Any]]:
+    script = Path(__file__).with_name("in_process.py")
+    own = ("OPENBLAS_CORETYPE",) if engine == "spolia" else ("OPENBLAS_CORETYPE", "PYTHONPATH")
+    environment = {key: value for key, value in os.environ.items() if key not in own}
+    command = [os.path.expanduser(python), str(script), engine, str(file), str(vocab_size), *only]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         lines = []
         assert process.stdout is not None
@@ -132,23 +134,31 @@ def figure(line: dict[str, Any]) -> float:
     return float(value["p50"] if isinstance(value, dict) else value)
 
 
-def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown: a row a workload, a column a server, and Spolia over the best of the others."""
-    by_server = {label: {line["workload"]: figure(line) for line in lines} for label, lines in results.items()}
-    peers = [label for label in by_server if label != "spolia"]
-    rows = [["workload", "unit", "Spolia", *peers, "Spolia to the best peer"]]
+def table(served: dict[str, list[dict[str, Any]]], inside: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown: a row a workload, a column an engine, and Spolia over the best of the others.
+
+    Args:
+        served: by engine, what a client measured over HTTP.
+        inside: by engine, what its own process measured.
+    """
+    groups = [(served, "over HTTP"), (inside, "in process")]
+    figures = [
+        ({label: {line["workload"]: figure(line) for line in lines} for label, lines in results.items()}, how)
+        for results, how in groups
+    ]
+    rows = [["workload", "unit", *(f"{label} {how}" for results, how in figures for label in results), "ratio"]]
     for workload, (_, unit, less_is_better) in FIGURES.items():
-        if workload not in by_server["spolia"]:
+        values = [(label, of.get(workload)) for results, _ in figures for label, of in results.items()]
+        if all(value is None for _, value in values):
             continue
-        own = by_server["spolia"][workload]
-        theirs = [by_server[peer].get(workload) for peer in peers]
-        known = [value for value in theirs if value is not None]
-        ratio = "-"
-        if known:
-            ratio = f"{min(known) / own:.2f}x" if less_is_better else f"{own / max(known):.2f}x"
-        rows.append(
-            [workload, unit, f"{own:.4g}", *("-" if value is None else f"{value:.4g}" for value in theirs), ratio]
-        )
+        ratios = []
+        for results, _ in figures:
+            own = results.get("spolia", {}).get(workload)
+            theirs = [of[workload] for label, of in results.items() if label != "spolia" and workload in of]
+            if own is not None and theirs:
+                ratios.append(min(theirs) / own if less_is_better else own / max(theirs))
+        ratio = f"{min(ratios):.2f}x" if ratios else "-"  # to the best peer
+        rows.append([workload, unit, *("-" if value is None else f"{value:.4g}" for _, value in values), ratio])
     rows.insert(1, ["---"] * len(rows[0]))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -187,7 +197,8 @@ def main() -> None:
     file = models.pull(arguments.model)
     vocab_size = models.load(file).program.vocab_size
 
-    results: dict[str, list[dict[str, Any]]] = {}
+    served: dict[str, list[dict[str, Any]]] = {}
+    inside: dict[str, list[dict[str, Any]]] = {}
     starts: dict[str, float] = {}
     spolia = f"{shlex.quote(sys.executable)} -m spolia serve {{file}} --port {{port}}"
     for given in [f"spolia={spolia}", *arguments.server]:
@@ -195,12 +206,16 @@ def main() -> None:
         port = free_port()
         words = [os.path.expanduser(word.format(file=file, port=port)) for word in shlex.split(command)]
         with running(words, f"http://127.0.0.1:{port}") as starts[label]:
-            results[label] = asyncio.run(over_http(label, f"http://127.0.0.1:{port}", vocab_size, only))
+            served[label] = asyncio.run(over_http(label, f"http://127.0.0.1:{port}", vocab_size, only))
     if arguments.openvino:
-        results["OpenVINO"] = in_openvino(arguments.openvino, file, vocab_size, only)
+        for engine, python in (("spolia", sys.executable), ("openvino", arguments.openvino)):
+            inside[engine] = in_process(engine, python, file, vocab_size, only)
 
     started = ", ".join(f"{label} {seconds:.2f} s" for label, seconds in starts.items())
-    text = f"{machine()}.\n\n{table(results)}\n\nFrom the start of the process to the first healthy answer: {started}."
+    text = (
+        f"{machine()}.\n\n{table(served, inside)}\n\n"
+        f"From the start of the process to the first healthy answer: {started}."
+    )
     print(text)
     if not arguments.dry_run:
         shown = [f"--openvino {arguments.openvino}"] if arguments.openvino else []

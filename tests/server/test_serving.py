@@ -17,6 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from spolia.server.config import ServerConfig
+from spolia.server.listener import listen
+
 from .harness import eventually, metric
 from .process import ServerProcess, server_process
 
@@ -52,6 +55,15 @@ def refuses(url: str) -> bool:
     except httpx.TransportError:
         return True
     return False
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_no_part_of_an_answer_waits_for_the_acknowledgement_of_the_one_before(host):
+    with listen(ServerConfig(host=host, port=0)) as listener:
+        with socket.create_connection(listener.getsockname()[:2]):
+            connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

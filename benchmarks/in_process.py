@@ -1,8 +1,10 @@
-"""The workloads of `spolia bench` inside OpenVINO GenAI, which has no server: see `peers.py`, which starts this.
+"""The workloads of `spolia bench` inside a process, without a server and a client's share: `peers.py` starts this.
 
-    python openvino_workloads.py FILE VOCAB_SIZE [WORKLOAD ...]
+    python in_process.py spolia|openvino FILE VOCAB_SIZE [WORKLOAD ...]
 
-Prints the same JSON lines. In its favour: no HTTP, and `multiturn` runs the turns of all clients in step, on token ids.
+Prints the same JSON lines. For a peer that has no server (OpenVINO GenAI), and for Spolia beside it. `multiturn` runs
+the turns of all clients in step, on token ids. Imports nothing of Spolia unless told to run it: peers have
+environments of their own.
 """
 
 from __future__ import annotations
@@ -14,35 +16,60 @@ import sys
 import time
 from collections.abc import Callable
 
-import numpy as np
-import openvino
-import openvino_genai
-
 Request = tuple[list[int], int]
+Engine = Callable[[list[Request]], list[list[int]]]  # greedy, exactly so many tokens each; what was generated
 
-file, vocab_size, only = sys.argv[1], int(sys.argv[2]), tuple(sys.argv[3:])
-scheduler = openvino_genai.SchedulerConfig()
-scheduler.cache_size = 4  # GiB
-scheduler.enable_prefix_caching = True
-scheduler.max_num_batched_tokens = 2048
-scheduler.dynamic_split_fuse = True
-threads = {"INFERENCE_NUM_THREADS": len(os.sched_getaffinity(0))}
-pipeline = openvino_genai.ContinuousBatchingPipeline(file, scheduler, "CPU", threads)
+
+def openvino_engine(file: str) -> Engine:
+    import numpy as np
+    import openvino
+    import openvino_genai
+
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.cache_size = 4  # GiB
+    scheduler.enable_prefix_caching = True
+    scheduler.max_num_batched_tokens = 2048
+    scheduler.dynamic_split_fuse = True
+    threads = {"INFERENCE_NUM_THREADS": len(os.sched_getaffinity(0))}
+    pipeline = openvino_genai.ContinuousBatchingPipeline(file, scheduler, "CPU", threads)
+
+    def run(requests: list[Request]) -> list[list[int]]:
+        configs = []
+        for _, num_tokens in requests:
+            config = openvino_genai.GenerationConfig()
+            config.max_new_tokens = config.min_new_tokens = num_tokens
+            config.ignore_eos = True
+            config.do_sample = False
+            configs.append(config)
+        prompts = [openvino.Tensor(np.array([ids], dtype=np.int64)) for ids, _ in requests]
+        return [list(result.m_generation_ids[0]) for result in pipeline.generate(prompts, configs)]
+
+    return run
+
+
+def spolia_engine(file: str) -> Engine:
+    from spolia import LLM, SamplingParams
+
+    llm = LLM(file)
+
+    def run(requests: list[Request]) -> list[list[int]]:
+        params = [SamplingParams(max_tokens=n, min_tokens=n, temperature=0, ignore_eos=True) for _, n in requests]
+        return [list(output.token_ids) for output in llm.generate([ids for ids, _ in requests], params)]
+
+    return run
+
+
+ENGINES = {"openvino": openvino_engine, "spolia": spolia_engine}
+
+engine_name, file, vocab_size, only = sys.argv[1], sys.argv[2], int(sys.argv[3]), tuple(sys.argv[4:])
+run = ENGINES[engine_name](file)
 
 
 def generate(requests: list[Request]) -> tuple[float, list[list[int]]]:
     """Seconds, and what was generated."""
-    configs, prompts = [], []
-    for ids, num_tokens in requests:
-        config = openvino_genai.GenerationConfig()
-        config.max_new_tokens = config.min_new_tokens = num_tokens
-        config.ignore_eos = True
-        config.do_sample = False
-        configs.append(config)
-        prompts.append(openvino.Tensor(np.array([ids], dtype=np.int64)))
     start = time.perf_counter()
-    results = pipeline.generate(prompts, configs)
-    return time.perf_counter() - start, [list(result.m_generation_ids[0]) for result in results]
+    answers = run(requests)
+    return time.perf_counter() - start, answers
 
 
 def tokens(rng: random.Random, n: int) -> list[int]:
@@ -59,7 +86,7 @@ def report(workload: str, seconds: float, num_in: int, num_out: int, first_s: li
     print(
         json.dumps(
             {
-                "label": "OpenVINO",
+                "label": engine_name,
                 "workload": workload,
                 "wall_s": round(seconds, 3),
                 "out_tok_s": round(num_out / seconds, 1),
@@ -111,6 +138,12 @@ def multiturn(rng: random.Random) -> None:
     report("multiturn", total, int(num_in), 12 * 5 * 32)
 
 
+def decode_4000(rng: random.Random) -> None:
+    base = tokens(rng, 4000)
+    generate([(base, 1)])
+    report("decode_4000", sum(one_by_one([(base, 64) for _ in range(3)])), 3 * 4000, 3 * 64)
+
+
 WORKLOADS: list[Callable[[random.Random], None]] = [
     decode_b1,
     prefill_1024,
@@ -118,6 +151,7 @@ WORKLOADS: list[Callable[[random.Random], None]] = [
     batch_128_64,
     shared_prefix,
     multiturn,
+    decode_4000,
 ]
 
 generate([(tokens(random.Random(0), 32), 8)])
