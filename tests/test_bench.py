@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -30,7 +30,7 @@ def response(body: bytes, *, status: str = "200 OK", more: str = "") -> bytes:
 
 
 @asynccontextmanager
-async def server(answer: bytes) -> AsyncIterator[tuple[str, list[int]]]:
+async def server(answer: bytes, *, closes: bool = False) -> AsyncIterator[tuple[str, list[int]]]:
     """Answers every request with the same bytes, some at a time; its URL, and how many each connection had."""
     counts: list[int] = []
 
@@ -45,7 +45,7 @@ async def server(answer: bytes) -> AsyncIterator[tuple[str, list[int]]]:
                 for i in range(0, len(answer), 50):
                     writer.write(answer[i : i + 50])
                     await writer.drain()
-                if b"Connection: close" in answer or not answer.endswith(b"0\r\n\r\n"):
+                if closes or not answer.endswith(b"0\r\n\r\n"):
                     break
         except asyncio.IncompleteReadError:
             pass
@@ -59,10 +59,10 @@ async def server(answer: bytes) -> AsyncIterator[tuple[str, list[int]]]:
         listening.close()
 
 
-def measured(answer: bytes, only: Sequence[str] = ("decode_b1",)) -> tuple[list[Measurement], list[int]]:
+def measured(answer: bytes, *, closes: bool = False) -> tuple[list[Measurement], list[int]]:
     async def measure() -> tuple[list[Measurement], list[int]]:
-        async with server(answer) as (url, counts):
-            return [line async for line in run(url, "m", vocab_size=10_000, only=only)], counts
+        async with server(answer, closes=closes) as (url, counts):
+            return [line async for line in run(url, "m", vocab_size=10_000, only=["decode_b1"])], counts
 
     return asyncio.run(measure())
 
@@ -74,8 +74,9 @@ def test_events_that_come_in_pieces_are_read_whole_and_connections_are_used_agai
     assert counts == [4]
 
 
-def test_a_server_that_closes_gets_a_new_connection_for_every_request():
-    _, counts = measured(response(events(CHUNK, USAGE), more="Connection: close\r\n"))
+@pytest.mark.parametrize("more", ["Connection: close\r\n", ""], ids=["says so", "says nothing"])
+def test_a_server_that_closes_gets_a_new_connection_for_every_request(more):
+    _, counts = measured(response(events(CHUNK, USAGE), more=more), closes=True)
     assert counts == [1, 1, 1, 1]
 
 

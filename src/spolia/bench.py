@@ -16,7 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -42,6 +42,7 @@ _WORDS = tuple(_NOUNS.split())
 
 
 _TIMEOUT_S = 600
+_READ_BYTES = 1 << 16
 
 
 class BenchError(Exception):
@@ -224,12 +225,10 @@ class _Connections:
         head = f"POST {self._path}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(content)}\r\n\r\n"
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                reader, writer = await self._connect()
+                reader, writer, received = await self._ask(head.encode() + content)
                 reply = _Reply()
                 try:
-                    writer.write(head.encode() + content)
                     while not reply.is_whole:
-                        received = await reader.read(1 << 16)
                         if not received:
                             raise BenchError(f"{self.url} closed the connection before its answer's end")
                         reply.parser.feed_data(received)
@@ -237,6 +236,7 @@ class _Connections:
                             for line in reply.take_lines():
                                 if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
                                     yield msgspec.json.decode(line[5:])
+                        received = b"" if reply.is_whole else await reader.read(_READ_BYTES)
                     status = reply.parser.get_status_code()
                     if status != 200:
                         raise BenchError(f"{self.url}{path} answered {status}: {bytes(reply.body[:300])!r}")
@@ -250,10 +250,22 @@ class _Connections:
         except (OSError, httptools.HttpParserError, msgspec.DecodeError) as error:
             raise BenchError(f"{self.url}{path}: {error}") from error
 
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        if self._idle:
-            return self._idle.pop()
-        return await asyncio.open_connection(self._host, self._port, ssl=self._is_tls or None)
+    async def _ask(self, message: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
+        """Send it on a connection; that, and the first bytes that come back. Idle ones may have been closed over there."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            with suppress(ConnectionError):
+                writer.write(message)
+                if received := await reader.read(_READ_BYTES):
+                    return reader, writer, received
+            writer.close()
+        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._is_tls or None)
+        try:
+            writer.write(message)
+            return reader, writer, await reader.read(_READ_BYTES)
+        except BaseException:
+            writer.close()
+            raise
 
     def close(self) -> None:
         for _, writer in self._idle:
