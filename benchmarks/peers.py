@@ -3,7 +3,7 @@
 The workloads are those of `spolia bench` (see `spolia.bench`). A server is started, measured over HTTP and stopped
 before the next one; each has the machine to itself. A peer that has no server runs the same prompts in its own process,
 and is compared with Spolia in a process, without HTTP and a client on the same cores. Spolia's figure is divided by the
-best peer's of this run; of time to first token the inverse is taken, so more than 1 is always better for Spolia.
+best peer's of this run; of time to first token the inverse is taken, so more than 1 is always better for Spolia. A dash is a workload that a server did not end in time.
 
     spolia pull smollm2
     python benchmarks/peers.py smollm2 \
@@ -102,13 +102,21 @@ def answers(url: str) -> bool:
         return False
 
 
-async def over_http(label: str, url: str, vocab_size: int, only: list[str]) -> list[dict[str, Any]]:
+async def over_http(label: str, url: str, vocab_size: int, only: list[str], patience_s: float) -> list[dict[str, Any]]:
+    """The workloads that the server ends within `patience_s`; those that it does not are told and left out."""
     name, _ = await bench.served_model(url)
     lines = []
-    async for measured in bench.run(url, name, vocab_size=vocab_size, only=only):
-        line = measured.json_line(label)
-        print(line, flush=True)
-        lines.append(json.loads(line))
+    for workload in bench.WORKLOADS:
+        if only and not workload.startswith(tuple(only)):
+            continue
+        try:
+            async with asyncio.timeout(patience_s):
+                async for measured in bench.run(url, name, vocab_size=vocab_size, only=[workload]):
+                    line = measured.json_line(label)
+                    print(line, flush=True)
+                    lines.append(json.loads(line))
+        except TimeoutError:
+            print(json.dumps({"label": label, "workload": workload, "given_up_after_s": patience_s}), flush=True)
     return lines
 
 
@@ -191,6 +199,9 @@ def main() -> None:
         "--server", metavar="NAME=COMMAND", action="append", default=[], help="a peer with OpenAI's /v1/completions"
     )
     parser.add_argument("--only", default="", help="workloads, with commas; beginnings will do")
+    parser.add_argument(
+        "--patience", type=float, default=120.0, metavar="SECONDS", help="for a server's workload; 120 unless told"
+    )
     parser.add_argument("--dry-run", action="store_true", help="leave benchmarks/README.md as it is")
     arguments = parser.parse_args()
     only = [name for name in arguments.only.split(",") if name]
@@ -206,7 +217,9 @@ def main() -> None:
         port = free_port()
         words = [os.path.expanduser(word.format(file=file, port=port)) for word in shlex.split(command)]
         with running(words, f"http://127.0.0.1:{port}") as starts[label]:
-            served[label] = asyncio.run(over_http(label, f"http://127.0.0.1:{port}", vocab_size, only))
+            served[label] = asyncio.run(
+                over_http(label, f"http://127.0.0.1:{port}", vocab_size, only, arguments.patience)
+            )
     if arguments.openvino:
         for engine, python in (("spolia", sys.executable), ("openvino", arguments.openvino)):
             inside[engine] = in_process(engine, python, file, vocab_size, only)

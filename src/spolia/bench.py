@@ -251,7 +251,7 @@ class _Connections:
             raise BenchError(f"{self.url}{path}: {error}") from error
 
     async def _ask(self, message: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-        """Send it on a connection; that, and the first bytes that come back. Idle ones may have been closed over there."""
+        """Send it on a connection; that, and the first bytes that come back. The server may have closed idle ones."""
         while self._idle:
             reader, writer = self._idle.pop()
             with suppress(ConnectionError):
