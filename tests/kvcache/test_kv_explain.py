@@ -3,7 +3,7 @@
 import numpy as np
 from kvcache_world import World
 
-from spolia.kvcache import GroupSpec, MissReason
+from spolia.kvcache import GroupSpec, History, MissReason, attribute
 from spolia.kvcache.radix_tree import MAX_SCARS
 
 
@@ -134,3 +134,84 @@ def test_the_memory_of_evictions_is_bounded():
     assert len(world.cache._tree.roots[b"ns"].scars) == MAX_SCARS
     assert explain(world, tokens(40)).reason is MissReason.NEVER_SEEN
     assert explain(world, tokens(40, 199_700)).reason is MissReason.EVICTED
+
+
+def named(world, token_ids) -> None:
+    """Let the whole blocks of these tokens be called something elsewhere, as tiers do."""
+    with world.cache.open(b"ns", np.append(token_ids, np.int32(0))) as lease:
+        table = lease.block_table(0)[: len(token_ids) // 16].copy()
+        world.cache.tag(0, table, [bytes([index]) * 32 for index in range(len(table))])
+
+
+def test_a_tail_that_filled_no_block_was_too_short_to_store():
+    world = World(GroupSpec(8))
+    world.remember(tokens(53))
+    named(world, tokens(53))
+    world.remember(tokens(80, 900))  # takes the tail's block
+    explanation = explain(world, tokens(100))
+    assert (explanation.reason, explanation.divergence, explanation.until) == (MissReason.TOO_SHORT, 48, 53)
+    assert explanation.evicted.cause == "lru"
+    ranges = attribute(explanation, num_shared=0, num_reused=48, num_prompt_tokens=100)
+    assert [part[:2] + part[3:] for part in ranges[1:]] == [
+        (48, 53, MissReason.TOO_SHORT),
+        (53, 100, MissReason.NEVER_SEEN),
+    ]
+
+
+def test_without_a_name_elsewhere_the_same_tail_was_evicted():
+    world = World(GroupSpec(8))
+    world.remember(tokens(53))
+    world.remember(tokens(80, 900))
+    assert explain(world, tokens(100)).reason is MissReason.EVICTED
+
+
+def test_what_came_back_in_part_says_of_the_rest_that_it_was_too_short():
+    """All of it is evicted, then the whole blocks come back, as from a tier."""
+    world = World(GroupSpec(8))
+    world.remember(tokens(53))
+    world.remember(tokens(127, 900))
+    world.remember(tokens(48))
+    assert explain(world, tokens(100)).reason is MissReason.EVICTED  # nothing is known of another place
+    named(world, tokens(48))
+    explanation = explain(world, tokens(100))
+    assert (explanation.reason, explanation.divergence, explanation.until) == (MissReason.TOO_SHORT, 48, 53)
+
+
+def looked_up(world, token_ids, **options):
+    with world.cache.open(b"ns", token_ids, **options) as lease:
+        return lease.hit
+
+
+def test_a_conversation_whose_tokens_are_others_this_time_is_template_drift():
+    world = World(GroupSpec(16))
+    world.remember(tokens(60))
+    said = np.append(tokens(40), tokens(40, 900))
+    assert looked_up(world, said).explanation.reason is MissReason.DIVERGED
+    drifted = looked_up(world, said, history=History(60)).explanation
+    assert (drifted.reason, drifted.divergence) == (MissReason.TEMPLATE_DRIFT, 40)
+    # What differs after the conversation is no drift, and a session's tokens cannot drift.
+    assert looked_up(world, said, history=History(40)).explanation.reason is MissReason.DIVERGED
+    assert looked_up(world, said, history=History(60, is_exact=True)).explanation.reason is MissReason.DIVERGED
+
+
+def test_a_session_knows_that_what_a_tier_has_not_was_too_short():
+    """After a restart: the whole blocks are back, and no eviction is remembered."""
+    world = World(GroupSpec(16))
+    world.remember(tokens(48))
+    named(world, tokens(48))
+    assert looked_up(world, tokens(100)).explanation.reason is MissReason.NEVER_SEEN
+    hit = looked_up(world, tokens(100), history=History(53, is_exact=True))
+    assert (hit.explanation.reason, hit.explanation.until) == (MissReason.TOO_SHORT, 53)
+
+
+def test_what_is_computed_for_its_results_is_told_from_what_is_not_there():
+    world = World(GroupSpec(16))
+    world.remember(tokens(60))
+    hit = looked_up(world, tokens(100), most=10)
+    assert hit.num_tokens == 10
+    ranges = attribute(hit.explanation, num_shared=0, num_reused=10, num_prompt_tokens=100)
+    assert [part[:2] + part[3:] for part in ranges[1:]] == [
+        (10, 60, MissReason.RESULTS_WANTED),
+        (60, 100, MissReason.NEVER_SEEN),
+    ]
+    assert looked_up(world, tokens(100, 500), most=0).explanation.reason is MissReason.NEVER_SEEN

@@ -16,7 +16,7 @@ from spolia.engine.request import Request
 from spolia.errors import InvalidRequest
 from spolia.generation import Depth, Healing, SamplingParams, StopPattern, Vocabulary, build_pipeline
 from spolia.kernels import BLOCK_SIZE
-from spolia.kvcache import Wish
+from spolia.kvcache import History, Wish
 
 __all__ = ["Admission", "TextEncoder"]
 
@@ -85,12 +85,16 @@ class Admission:
         cache_salt: str = "",
         wishes: Sequence[Wish] = (),
         tenant: Tenant | None = None,
+        history: History | None = None,
+        is_part: bool = False,
     ) -> Request:
         """A request that can be answered.
 
         Args:
             wishes: how long its KV is worth keeping, by token range.
             tenant: who it is for; None where nobody is told apart.
+            history: what is known of the prompt.
+            is_part: its prompt is another request's, which is counted there.
 
         Raises:
             InvalidRequest: it cannot, ever; says which value, which limit and what to do.
@@ -117,8 +121,7 @@ class Admission:
                 param="stop_token_ids",
             )
         max_tokens = self._max_tokens(len(token_ids), params)
-        # What is computed again for a prompt's log-probabilities would be exchanged for rounded KV that is there.
-        is_exact = params.exact_kv or params.prompt_logprobs is not None
+        is_exact = _wants_exact(params)
         guide_ids = self._guide_ids(token_ids, params)
         if guide_ids is not None:
             max_tokens = min(max_tokens, self._max_guided_tokens(len(token_ids), len(guide_ids), params))
@@ -147,6 +150,8 @@ class Admission:
             arrival_s=self.clock(),
             wishes=tuple(wishes),
             tenant=tenant or Tenant(),
+            history=None if num_truncated_tokens else history,
+            is_part=is_part,
         )
         if guide_ids is None:
             return request
@@ -159,6 +164,7 @@ class Admission:
             pipeline=None,
             stop_pattern=None,
             wishes=(),
+            history=None,
         )
         return replace(request, guide=guide)
 
@@ -189,6 +195,10 @@ class Admission:
                 param="guidance_scale",
             )
         return most
+
+    def namespace_of(self, params: SamplingParams, cache_salt: str) -> bytes:
+        """Where a request with these parameters looks for KV."""
+        return self.namespace_for(cache_salt, is_exact=_wants_exact(params))
 
     def namespace_for(self, cache_salt: str, *, is_exact: bool) -> bytes:
         """Who may share KV; `is_exact`: none that was kept in fewer bits."""
@@ -280,6 +290,11 @@ class Admission:
                 code="context_length_exceeded",
             )
         return params.max_tokens if params.max_tokens is not None else limit - num_prompt_tokens
+
+
+def _wants_exact(params: SamplingParams) -> bool:
+    # What is computed again for a prompt's log-probabilities would be exchanged for rounded KV that is there.
+    return params.exact_kv or params.prompt_logprobs is not None
 
 
 def _wanted(params: SamplingParams) -> int:

@@ -32,7 +32,7 @@ from spolia.engine.storage import make_sealer
 from spolia.engine.thread import EngineThread
 from spolia.errors import SpoliaError
 from spolia.generation import BeamParams, ContrastiveParams, SamplingParams
-from spolia.kvcache import CacheStats, Wish, namespace_key
+from spolia.kvcache import CacheStats, History, Wish, namespace_key
 from spolia.models import Model
 from spolia.tiers import TierUse, payload_of, read_archive, write_archive
 
@@ -160,6 +160,8 @@ class AsyncEngine:
         cache_salt: str = "",
         wishes: Sequence[Wish] = (),
         tenant: Tenant | None = None,
+        history: History | None = None,
+        is_part: bool = False,
     ) -> TokenStream:
         """Submit a request. Returns at once; call it on the event loop that will read the stream.
 
@@ -173,6 +175,8 @@ class AsyncEngine:
             cache_salt: only requests with the same salt share KV.
             wishes: how long its KV is worth keeping, by token range.
             tenant: who it is for; None where nobody is told apart.
+            history: what is known of the prompt.
+            is_part: its prompt is another request's, which is counted there.
 
         Raises:
             InvalidRequest: it can never be answered; nothing was submitted.
@@ -180,7 +184,14 @@ class AsyncEngine:
             Bug: the engine has failed; see `failure`.
         """
         request = self._admission.admit(
-            prompt, params, request_id=request_id, cache_salt=cache_salt, wishes=wishes, tenant=tenant
+            prompt,
+            params,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            wishes=wishes,
+            tenant=tenant,
+            history=history,
+            is_part=is_part,
         )
         self._salts.pop(cache_salt, None)
         self._salts[cache_salt] = None
@@ -206,7 +217,10 @@ class AsyncEngine:
         """
         run = BeamRun(self._admission, prompt, params or BeamParams())
         while not run.is_over:
-            streams = [self.generate(ids, each, cache_salt=cache_salt, tenant=tenant) for ids, each in run.requests()]
+            streams = [
+                self.generate(ids, each, cache_salt=cache_salt, tenant=tenant, is_part=is_part)
+                for ids, each, is_part in run.requests()
+            ]
             try:
                 run.take([await stream.output() for stream in streams])
             finally:
@@ -235,10 +249,10 @@ class AsyncEngine:
         await asyncio.to_thread(run.begin)  # long prompts take a while to be measured, and streams do not wait for it
         while not run.is_over:
             ids, one = run.request()
-            async with self.generate(ids, one, cache_salt=cache_salt, tenant=tenant) as stream:
+            async with self.generate(ids, one, cache_salt=cache_salt, tenant=tenant, is_part=True) as stream:
                 await stream.output()
             candidates = await asyncio.to_thread(run.candidates)
-            vectors = await self.embed(candidates, cache_salt=cache_salt)
+            vectors = await self.embed(candidates, cache_salt=cache_salt, is_part=True)
             await asyncio.to_thread(run.take, vectors)
         return run.output()
 
@@ -267,6 +281,10 @@ class AsyncEngine:
     def exact_namespace(self, cache_salt: str = "") -> bytes:
         """What requests with this salt share that want exact KV; the same where tiers keep all KV as it is."""
         return self._admission.namespace_for(cache_salt, is_exact=True)
+
+    def namespace_of(self, params: SamplingParams, cache_salt: str) -> bytes:
+        """Where a request with these parameters looks for KV."""
+        return self._admission.namespace_of(params, cache_salt)
 
     def namespaces(self, cache_salt: str = "") -> frozenset[bytes]:
         """All that requests with this salt share, those that want exact KV and the others."""
@@ -316,8 +334,12 @@ class AsyncEngine:
         pooling: Pooling = "last",
         cache_salt: str = "",
         truncate: bool = False,
+        is_part: bool = False,
     ) -> list[Embedding]:
         """As `LLM.embed`. Other requests go on meanwhile: between two steps, these inputs have one.
+
+        Args:
+            is_part: the inputs are a part of another request, and not counted as prompts.
 
         Raises:
             InvalidRequest, ModelError: as `LLM.embed`.
@@ -327,7 +349,7 @@ class AsyncEngine:
         inputs = [admission.check_input(prompt, truncate=truncate) for prompt in prompts]
         # Vectors are compared with those of another day, so nothing in them may have been rounded.
         namespace = admission.namespace_for(cache_salt, is_exact=True)
-        run = EmbeddingRun(inputs, namespace=namespace, pooling=pooling)
+        run = EmbeddingRun(inputs, namespace=namespace, pooling=pooling, is_part=is_part)
         while (embeddings := run.embeddings) is None:
             if not await self.call(run.step):
                 await asyncio.sleep(_NO_ROOM_S)

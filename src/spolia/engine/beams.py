@@ -59,7 +59,7 @@ class BeamRun:
     """One prompt's search; whoever drives it has the requests answered.
 
         while not run.is_over:
-            run.take([answer of prompt and params, for prompt, params in run.requests()])
+            run.take([answer of prompt and params, for prompt, params, is_part in run.requests()])
 
     Attributes:
         prompt_token_ids: as admitted.
@@ -105,15 +105,15 @@ class BeamRun:
     def is_over(self) -> bool:
         return self._search.is_over
 
-    def requests(self) -> list[tuple[list[int], SamplingParams]]:
-        """What to answer for the next step: prompts and their parameters."""
+    def requests(self) -> list[tuple[list[int], SamplingParams, bool]]:
+        """What to answer for the next step: prompts, their parameters, and whether they count no more as prompts."""
         # At first all beams are the prompt; later a beam that has no chance need not be computed.
         self._alive = [index for index, beam in enumerate(self._search.running) if beam.score > _HOPELESS]
         self._taps = [LogitsTap() for _ in self._alive]
         prompts = [self.prompt_token_ids + list(self._search.running[index].token_ids) for index in self._alive]
         return [
-            (prompt, replace(self._ask, logits_processors=(tap,)))
-            for prompt, tap in zip(prompts, self._taps, strict=True)
+            (prompt, replace(self._ask, logits_processors=(tap,)), self.first is not None or index > 0)
+            for index, (prompt, tap) in enumerate(zip(prompts, self._taps, strict=True))
         ]
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:

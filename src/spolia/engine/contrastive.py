@@ -120,4 +120,11 @@ class ContrastiveRun:
 
     def output(self) -> RequestOutput:
         """The answer, once it is over."""
-        return replace(self._text.output(self._clock()), strategy="contrastive search", choices=tuple(self._choices))
+        explanation, ranges = self.prompt.found
+        return replace(
+            self._text.output(self._clock()),
+            strategy="contrastive search",
+            choices=tuple(self._choices),
+            explanation=explanation,
+            ranges=ranges,
+        )

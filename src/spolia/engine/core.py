@@ -20,7 +20,7 @@ from spolia.engine.tiering import Tiering
 from spolia.errors import InvalidRequest, ModelError, Overloaded, SpoliaError
 from spolia.generation import DraftCount, Sampler, Samples, TextStream
 from spolia.kernels import BLOCK_SIZE, Executable
-from spolia.kvcache import KVCache
+from spolia.kvcache import Explanation, KVCache, MissReason, TokenRange
 
 __all__ = ["EngineCore", "Observer", "StepStats"]
 
@@ -122,6 +122,9 @@ class EngineCore:
         self._num_restored: Counter[str] = Counter()
         self._num_rounded: Counter[str] = Counter()
         self._drafts: dict[str, DraftCount] = {}
+        self._num_by_source: Counter[str] = Counter()
+        self._num_missed: Counter[MissReason] = Counter()
+        self._reuse_ended: Counter[MissReason] = Counter()
         self._stats = self._snapshot()
 
     @property
@@ -135,6 +138,16 @@ class EngineCore:
         self._stats = self._snapshot()
         if self._check:
             self.cache.check()
+
+    def count_prompt(self, explanation: Explanation | None, ranges: Iterable[TokenRange]) -> None:
+        """Count a prompt by where its tokens' KV came from, and why not from the cache. None: it was not looked up."""
+        if explanation is None:
+            return
+        self._reuse_ended[explanation.reason] += 1
+        for start, stop, source, reason in ranges:
+            self._num_by_source[source] += stop - start
+            if reason is not None:
+                self._num_missed[reason] += stop - start
 
     @property
     def stats(self) -> EngineStats:
@@ -269,7 +282,9 @@ class EngineCore:
         """Record what new sequences found in the cache. Those that return after a preemption are told apart."""
         for sequence, start, stop in plan.entries:
             if sequence.leader is not None:
-                sequence.first_step_s = now_s
+                if sequence.first_step_s is None:
+                    sequence.explanation = sequence.held_lease.hit.explanation
+                    sequence.note_start(start, now_s)
             elif sequence.first_step_s is None:
                 hit = sequence.held_lease.hit
                 sequence.explanation = hit.explanation
@@ -408,6 +423,7 @@ class EngineCore:
         del self._by_id[sequence.request.request_id]
         self._num_finished[str(sequence.finish_reason)] += 1
         output = sequence.output(self._clock())
+        self._count_prompts(sequence)
         self._deltas.append((output.request_id, replace(last, output=output)))
         if self._observer is not None:
             self._observer.on_finish(output)
@@ -418,6 +434,7 @@ class EngineCore:
         request_id = sequence.request.request_id
         del self._by_id[request_id]
         self._num_finished["error"] += 1
+        self._count_prompts(sequence)
         pipeline = sequence.request.pipeline
         error: SpoliaError
         if pipeline is not None and pipeline.trouble is not None:
@@ -428,6 +445,12 @@ class EngineCore:
                 "broken, or its values leave the KV type's range; try kv_dtype f32"
             )
         self._deltas.append((request_id, error))
+
+    def _count_prompts(self, sequence: Sequence) -> None:
+        """Count what a sequence that has ended, however that was, was computed from."""
+        for one in (sequence, sequence.guide):
+            if one is not None and not one.request.is_part:
+                self.count_prompt(one.explanation, one.ranges())
 
     def _release(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is; what it computed stays."""
@@ -472,6 +495,9 @@ class EngineCore:
                 num_restored_tokens=dict(self._num_restored),
                 num_rounded_tokens=dict(self._num_rounded),
                 drafts=dict(self._drafts),
+                num_tokens_by_source=dict(self._num_by_source),
+                num_missed_tokens=dict(self._num_missed),
+                reuse_ended=dict(self._reuse_ended),
                 num_lost_blocks=self.tiering.tiers.offloader.num_lost_blocks,
             ),
             ledger=tuple(self.cache.ledger()),

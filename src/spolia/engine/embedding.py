@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from spolia.engine.core import EngineCore
 from spolia.errors import InvalidRequest, ModelError
 from spolia.kernels import BLOCK_SIZE, BlockCopy, StepInputs
-from spolia.kvcache import Lease, Outcome, Wish
+from spolia.kvcache import Explanation, Lease, Outcome, TokenRange, Wish, attribute
 
 __all__ = ["Embedding", "EmbeddingRun", "Pooling", "StatesRun"]
 
@@ -38,11 +38,14 @@ class Embedding(NamedTuple):
     Attributes:
         vector: float32 `[hidden_size]`; not of any particular length.
         num_cached_tokens: of the input's tokens, those whose KV was reused.
+        explanation, ranges: why the others were not; every token with its source and reason.
     """
 
     vector: NDArray[np.float32]
     num_tokens: int
     num_cached_tokens: int
+    explanation: Explanation
+    ranges: tuple[TokenRange, ...]
 
 
 @dataclass(slots=True)
@@ -50,12 +53,14 @@ class _Input:
     """
     Attributes:
         num_done: tokens that have been through the model and, for "mean", are in `total`.
+        explanation, ranges: what the first look-up found; None before it.
         total: float64 `[hidden_size]`, added up token by token, so that no cut into steps shows in it.
     """
 
     ids: Ids
     num_done: int = 0
-    num_cached: int | None = None
+    explanation: Explanation | None = None
+    ranges: tuple[TokenRange, ...] = ()
     total: NDArray[np.float64] | None = None
     embedding: Embedding | None = None
 
@@ -76,12 +81,15 @@ class EmbeddingRun:
     Args:
         inputs: token ids, at least one each, that fit the context and the pools.
         namespace: who may share their KV.
+        is_part: the inputs are a part of another request, and not counted as prompts.
 
     Raises:
         InvalidRequest: there is no such pooling.
     """
 
-    def __init__(self, inputs: Sequence[Ids], *, namespace: bytes, pooling: Pooling = "last") -> None:
+    def __init__(
+        self, inputs: Sequence[Ids], *, namespace: bytes, pooling: Pooling = "last", is_part: bool = False
+    ) -> None:
         if pooling not in get_args(Pooling):
             raise InvalidRequest(
                 f"pooling is {pooling!r}; it must be one of {', '.join(get_args(Pooling))}", param="pooling"
@@ -89,6 +97,7 @@ class EmbeddingRun:
         self._inputs = [_Input(ids) for ids in inputs]
         self._namespace = namespace
         self._pooling = pooling
+        self._is_part = is_part
 
     @property
     def embeddings(self) -> list[Embedding] | None:
@@ -122,9 +131,13 @@ class EmbeddingRun:
                 return
             if each.embedding is not None or self._is_being_computed(each, parts):
                 continue
-            ids = each.ids if self._pooling == "last" else each.ids[: each.num_done + 1]  # it gives all but the last
             lease = core.cache.open(
-                self._namespace, ids, resumed=each.num_cached is not None, label="embedding", wishes=_WISHES
+                self._namespace,
+                each.ids,
+                resumed=each.explanation is not None,
+                label="embedding",
+                wishes=_WISHES,
+                most=None if self._pooling == "last" else each.num_done,
             )
             start = lease.num_computed_tokens
             stop = min(len(each.ids), start + budget)
@@ -132,12 +145,23 @@ class EmbeddingRun:
             if more is None:
                 lease.close(Outcome.BROKEN_OFF)
                 return
-            if each.num_cached is None:
-                each.num_cached = start
+            if each.explanation is None:
+                self._note_start(core, each, lease)
             copies += [BlockCopy(copy.group, copy.src, copy.dst, copy.num_tokens) for copy in more]
             first = len(each.ids) - 1 if self._pooling == "last" else each.num_done
             parts.append(_Part(each, lease, start, stop, max(start, first)))
             budget -= stop - start
+
+    def _note_start(self, core: EngineCore, each: _Input, lease: Lease) -> None:
+        each.explanation = lease.hit.explanation
+        each.ranges = attribute(
+            lease.hit.explanation,
+            num_shared=min(lease.num_shared_tokens, lease.num_computed_tokens),
+            num_reused=lease.num_computed_tokens,
+            num_prompt_tokens=len(each.ids),
+        )
+        if not self._is_part:
+            core.count_prompt(each.explanation, each.ranges)
 
     def _is_being_computed(self, each: _Input, parts: Sequence[_Part]) -> bool:
         """Whether this step computes a block or more that `each` begins with, and that it could find in the next."""
@@ -190,9 +214,10 @@ class EmbeddingRun:
                 total += row
             each.total = total
         each.num_done = max(each.num_done, part.stop)
-        if each.num_done == len(each.ids):
+        if each.num_done == len(each.ids) and each.explanation is not None:
             vector = hidden[-1].copy() if each.total is None else (each.total / len(each.ids)).astype(np.float32)
-            each.embedding = Embedding(vector, len(each.ids), each.num_cached or 0)
+            num_cached = sum(part.stop - part.start for part in each.ranges if part.reason is None)
+            each.embedding = Embedding(vector, len(each.ids), num_cached, each.explanation, each.ranges)
 
 
 class _StatesOfAll(EmbeddingRun):
@@ -201,10 +226,12 @@ class _StatesOfAll(EmbeddingRun):
     def __init__(self, inputs: Sequence[Ids], *, namespace: bytes, pooling: Pooling) -> None:
         super().__init__(inputs, namespace=namespace, pooling=pooling)
         self.rows: list[NDArray[np.float32]] = []
+        self.found: tuple[Explanation | None, tuple[TokenRange, ...]] = (None, ())
 
     def _take(self, part: _Part, hidden: NDArray[np.float32]) -> None:
         super()._take(part, hidden)
         self.rows.append(hidden.copy())
+        self.found = part.input.explanation, part.input.ranges
 
 
 class StatesRun:
@@ -217,6 +244,11 @@ class StatesRun:
     def states(self) -> NDArray[np.float32] | None:
         """`[num_tokens, hidden_size]`; None as long as there is something to compute."""
         return None if self._run.embeddings is None else np.concatenate(self._run.rows)
+
+    @property
+    def found(self) -> tuple[Explanation | None, tuple[TokenRange, ...]]:
+        """As `Embedding.explanation` and `ranges`."""
+        return self._run.found
 
     def step(self, core: EngineCore) -> int:
         """As `EmbeddingRun.step`."""

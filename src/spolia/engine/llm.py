@@ -135,12 +135,15 @@ class LLM:
         each = params if isinstance(params, list) else [params] * len(many)
         if len(each) != len(many):
             raise InvalidRequest(f"{len(each)} params for {len(many)} prompts; give one, or one each", param="params")
-        requests = [
-            self._engine.admission.admit(prompt, one, cache_salt=cache_salt)
-            for prompt, one in zip(many, each, strict=True)
-        ]
+        admit = self._engine.admission.admit
+        outputs = self._answer(
+            [admit(prompt, one, cache_salt=cache_salt) for prompt, one in zip(many, each, strict=True)]
+        )
+        return outputs[0] if is_one else outputs
+
+    def _answer(self, requests: Sequence[Request]) -> list[RequestOutput]:
         outputs = {index: delta.output for index, delta in self._run(requests) if delta.output is not None}
-        return outputs[0] if is_one else [outputs[index] for index in range(len(requests))]
+        return [outputs[index] for index in range(len(requests))]
 
     def stream(
         self, prompt: str | list[int] | Ids, params: SamplingParams | None = None, *, cache_salt: str = ""
@@ -191,8 +194,14 @@ class LLM:
         """
         run = BeamRun(self._engine.admission, prompt, params or BeamParams())
         while not run.is_over:
-            requests = run.requests()
-            run.take(self.generate([ids for ids, _ in requests], [each for _, each in requests], cache_salt=cache_salt))
+            run.take(
+                self._answer(
+                    [
+                        self._engine.admission.admit(ids, each, cache_salt=cache_salt, is_part=is_part)
+                        for ids, each, is_part in run.requests()
+                    ]
+                )
+            )
         return run.beams()
 
     def contrastive_search(
@@ -213,8 +222,8 @@ class LLM:
         run.begin()
         while not run.is_over:
             ids, one = run.request()
-            self.generate(ids, one, cache_salt=cache_salt)
-            run.take(self.embed(run.candidates(), cache_salt=cache_salt))
+            self._answer([self._engine.admission.admit(ids, one, cache_salt=cache_salt, is_part=True)])
+            run.take(self._embed(run.candidates(), cache_salt=cache_salt, is_part=True))
         return run.output()
 
     def embed(
@@ -234,11 +243,22 @@ class LLM:
             InvalidRequest: an input is empty or too long, or there is no such pooling.
             ModelError: the model's results are not finite.
         """
+        return self._embed(prompts, pooling=pooling, cache_salt=cache_salt, truncate=truncate)
+
+    def _embed(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        cache_salt: str,
+        truncate: bool = False,
+        is_part: bool = False,
+    ) -> list[Embedding]:
         admission = self._engine.admission
         inputs = [admission.check_input(prompt, truncate=truncate) for prompt in prompts]
         # Vectors are compared with those of another day, so nothing in them may have been rounded.
         namespace = admission.namespace_for(cache_salt, is_exact=True)
-        run = EmbeddingRun(inputs, namespace=namespace, pooling=pooling)
+        run = EmbeddingRun(inputs, namespace=namespace, pooling=pooling, is_part=is_part)
         while (embeddings := run.embeddings) is None:
             if not self._thread.call(run.step).result():
                 time.sleep(_NO_ROOM_S)

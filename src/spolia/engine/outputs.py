@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from spolia.generation import Choice, DraftCount, Stage, TokenLogprobs
-from spolia.kvcache import Explanation, Ledger, Outcome, TokenRange
+from spolia.kvcache import Explanation, Ledger, MissReason, Outcome, TokenRange
 from spolia.tiers import TierStats
 
 __all__ = [
@@ -180,6 +180,9 @@ class Counters:
         num_generated_tokens: tokens sampled.
         num_finished: requests that ended, by finish reason.
         drafts: what speculation drafted, by where the guesses were from.
+        num_tokens_by_source: prompt tokens of all that was asked, by where their KV came from: see `TokenRange`.
+        num_missed_tokens: of those that were computed, by reason.
+        reuse_ended: prompts, by why reuse ended where it did.
     """
 
     num_steps: int = 0
@@ -194,6 +197,9 @@ class Counters:
     num_rounded_tokens: Mapping[str, int] = field(default_factory=dict)
     num_lost_blocks: int = 0
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
+    num_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
+    num_missed_tokens: Mapping[MissReason, int] = field(default_factory=dict)
+    reuse_ended: Mapping[MissReason, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

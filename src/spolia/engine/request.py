@@ -35,7 +35,7 @@ from spolia.generation import (
     TokenLogprobs,
     first_met,
 )
-from spolia.kvcache import Explanation, Lease, Outcome, TokenRange, Wish, attribute
+from spolia.kvcache import Explanation, History, Lease, Outcome, TokenRange, Wish, attribute
 from spolia.tiers import KeyChain
 
 __all__ = ["Request", "Sequence", "answer_text", "shown_bytes", "text_stream"]
@@ -60,6 +60,8 @@ class Request:
         is_exact: all KV that it uses is as it was computed; where it is not so, some may have been rounded in a tier.
         wishes: how long its KV is worth keeping, by token range.
         tenant: who it is for.
+        history: what is known of its prompt.
+        is_part: its prompt is another request's, which is counted there.
         stop_pattern: ends the answer where its text first matches.
         num_skipped_bytes: of the answer's beginning, which the prompt has already shown.
         num_truncated_tokens: dropped from the prompt, which was too long.
@@ -80,6 +82,8 @@ class Request:
     is_exact: bool = True
     wishes: tuple[Wish, ...] = ()
     tenant: Tenant = Tenant()  # noqa: RUF009 - frozen
+    history: History | None = None
+    is_part: bool = False
     pipeline: Pipeline | None = None
     stop_pattern: StopPattern | None = None
     num_skipped_bytes: int = 0
@@ -326,7 +330,7 @@ class Sequence:
 
     @property
     def reusable_ids(self) -> NDArray[np.int32]:
-        """What the cache may be asked for: it gives all but the last. Tokens that are to be scored must be computed."""
+        """What tiers may be asked for: they give all but the last. Tokens that are to be scored must be computed."""
         return self.known_ids[: self.num_scored + 1] if self.num_scored is not None else self.known_ids
 
     @property
@@ -361,7 +365,8 @@ class Sequence:
                 seed=self.request.seed,
             )
 
-    def _ranges(self) -> tuple[TokenRange, ...]:
+    def ranges(self) -> tuple[TokenRange, ...]:
+        """Every prompt token with its source and reason; none before it was looked up."""
         if self.explanation is None:
             return ()
         return attribute(
@@ -506,6 +511,6 @@ class Sequence:
             ),
             namespace=self.request.namespace,
             outcome=self.outcome,
-            ranges=self._ranges(),
+            ranges=self.ranges(),
             evicted_age_s=self._evicted_age_s(),
         )

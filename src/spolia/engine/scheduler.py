@@ -395,10 +395,12 @@ class Scheduler:
             self._cache.set_quota(request.namespace, request.tenant.name, request.tenant.kv_quota // self._token_bytes)
         lease = self._cache.open(
             request.namespace,
-            sequence.reusable_ids,
+            sequence.known_ids,
             resumed=sequence.num_ever_computed_tokens > 0,
             label=request.request_id,
             wishes=() if sequence.num_shifted_tokens else request.wishes,  # they go by places
+            most=sequence.num_scored,
+            history=request.history,
         )
         start = lease.num_computed_tokens
         stop = min(sequence.num_tokens, start + budget)

@@ -9,7 +9,7 @@ when room is short, `explain.py`, `events.py` and `mirror.py` what is told about
 from .block_pool import BlockPool, Ledger, Tag
 from .cache import GroupSpec, KVCache, Snapshot
 from .events import Cleared, Event, EventBatch, Removed, Stored
-from .explain import Beneficiary, Eviction, Explanation, MissReason, PrefixHit, TokenRange, attribute
+from .explain import Beneficiary, Eviction, Explanation, History, MissReason, PrefixHit, TokenRange, attribute
 from .lease import BlockCopy, Lease
 from .mirror import BlocksRemoved, BlocksStored, CacheMirror
 from .namespace import namespace_key
@@ -38,6 +38,7 @@ __all__ = [
     "Eviction",
     "Explanation",
     "GroupSpec",
+    "History",
     "KVCache",
     "Lease",
     "Ledger",

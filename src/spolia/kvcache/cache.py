@@ -14,7 +14,7 @@ from ..errors import Bug, LeaseError
 from .block_pool import BlockPool, Ledger, Tag
 from .events import EventBatch, EventLog, Stored
 from .eviction import Evictor, OnEvict
-from .explain import Beneficiary, Eviction, Explanation, MissReason, PrefixHit, attribute
+from .explain import Beneficiary, Eviction, Explanation, History, MissReason, PrefixHit, attribute
 from .int_buffer import Ids, IntBuffer
 from .invariants import check_invariants
 from .lease import BlockCopy, Lease
@@ -152,6 +152,8 @@ class KVCache:
         resumed: bool = False,
         label: str = "",
         wishes: Sequence[Wish] = (),
+        most: int | None = None,
+        history: History | None = None,
     ) -> Lease:
         """Find the longest usable prefix and hold it. Never fails: no hit is a hit of 0 tokens.
 
@@ -161,8 +163,10 @@ class KVCache:
             resumed: this sequence ran before and was preempted; its tokens are counted apart.
             label: names the sequence in the memory of what is evicted for it.
             wishes: how long what it uses and computes is worth keeping.
+            most: reuse so many tokens at most: the model's results for the others are wanted. None: all that can be.
+            history: what is known of the tokens; it tells reasons apart that look alike from here.
         """
-        path, hit = self._look_up(namespace, _as_ids(token_ids))
+        path, hit = self._look_up(namespace, _as_ids(token_ids), most, history)
         if not resumed:
             self._retention.hit(path)
         gaps = None if resumed else self.stats.reuse_gaps
@@ -590,19 +594,56 @@ class KVCache:
 
     # -- Parts ---------------------------------------------------------------------------------------------------------
 
-    def _look_up(self, namespace: bytes, ids: Ids) -> tuple[list[RadixNode], PrefixHit]:
+    def _look_up(
+        self, namespace: bytes, ids: Ids, most: int | None = None, history: History | None = None
+    ) -> tuple[list[RadixNode], PrefixHit]:
         path, matched = self._tree.match(namespace, ids)
         last = path[-1] if path else self._tree.roots.get(namespace)
         wanted = max(0, len(ids) - 1)
-        length = self._tree.usable(path, min(matched, wanted))
+        known = min(matched, wanted)
+        length = self._tree.usable(path, known if most is None else min(known, most))
         if length == wanted:
             explanation = Explanation(MissReason.FULL, None, matched)
-        elif length < min(matched, wanted):
-            beyond = _explain_end(last, matched, ids.item(matched)) if matched < len(ids) else None
-            explanation = Explanation(MissReason.OUTSIDE_WINDOW, length, matched, beyond=beyond)
+        elif length == known:
+            explanation = self._explain_end(last, matched, ids.item(matched), history)
         else:
-            explanation = _explain_end(last, matched, ids.item(matched))
+            reason = MissReason.RESULTS_WANTED if most is not None else MissReason.OUTSIDE_WINDOW
+            beyond = self._explain_end(last, matched, ids.item(matched), history) if matched < len(ids) else None
+            explanation = Explanation(reason, length, matched, beyond=beyond, until=matched)
         return path, PrefixHit(length, len(ids), explanation)
+
+    def _explain_end(self, node: RadixNode | None, position: int, token: int, history: History | None) -> Explanation:
+        """Why the tree, known to `position` in `node`, does not go on with `token`."""
+        if node is None:
+            return Explanation(MissReason.NEVER_SEEN, position, position)
+        # What has a name elsewhere is there, or was. The tokens after it, where they do not fill a block, never were.
+        is_tail = self._is_named(node, position)
+        num_known = 0 if history is None else history.num_tokens - position
+        scar = self._tree.scar(node, position, token)
+        if scar is not None:
+            until = position + scar.num_tokens if scar.num_tokens else None
+            is_short = is_tail and 0 < scar.num_tokens < self.block_size and scar.reason is MissReason.EVICTED
+            reason = MissReason.TOO_SHORT if is_short else scar.reason
+            return Explanation(reason, position, position, evicted=scar, until=until)
+        if position == node.end and node.children:
+            node = next(reversed(node.children.values()))  # the latest to branch off
+        there = node.token_ids[position - node.start :][:NUM_SHOWN_TOKENS]
+        goes_on = position > 0 and len(there) > 0
+        is_exact = history is not None and history.is_exact
+        if is_tail and 0 < num_known < self.block_size and (is_exact or not goes_on):
+            return Explanation(MissReason.TOO_SHORT, position, position, until=position + num_known)
+        if not goes_on:
+            return Explanation(MissReason.NEVER_SEEN, position, position)
+        reason = MissReason.TEMPLATE_DRIFT if num_known > 0 and not is_exact else MissReason.DIVERGED
+        return Explanation(reason, position, position, continuation=tuple(there.tolist()))
+
+    def _is_named(self, node: RadixNode, position: int) -> bool:
+        """Whether a block ends at `position`, in `node`, that is called something elsewhere."""
+        index = position // self.block_size - 1 - node.start // self.block_size
+        if position % self.block_size or index < 0:
+            return False
+        blocks = zip(self._pools, (held.view[index : index + 1] for held in node.blocks), strict=True)
+        return any(tag is not None for pool, ids in blocks for tag in pool.tags(ids[ids >= 0]))
 
     def _count(self, hit: PrefixHit, resumed: bool) -> None:
         stats = self.stats
@@ -703,18 +744,3 @@ def _as_ids(token_ids: ArrayLike) -> Ids:
 
 def _parent_branch(node: RadixNode) -> int:
     return 0 if node.parent is None else node.parent.branch
-
-
-def _explain_end(node: RadixNode | None, position: int, token: int) -> Explanation:
-    """Why the tree, known to `position` in `node`, does not go on with `token`."""
-    if node is None:
-        return Explanation(MissReason.NEVER_SEEN, position, position)
-    scar = node.scars.get((position, token))
-    if scar is not None:
-        return Explanation(scar.reason, position, position, evicted=scar)
-    if position == node.end and node.children:
-        node = next(reversed(node.children.values()))  # the latest to branch off
-    there = node.token_ids[position - node.start :][:NUM_SHOWN_TOKENS]
-    if position == 0 or not len(there):
-        return Explanation(MissReason.NEVER_SEEN, position, position)
-    return Explanation(MissReason.DIVERGED, position, position, continuation=tuple(there.tolist()))

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-__all__ = ["NOBODY", "Beneficiary", "Eviction", "Explanation", "MissReason", "PrefixHit", "TokenRange", "attribute"]
+__all__ = [
+    "NOBODY",
+    "Beneficiary",
+    "Eviction",
+    "Explanation",
+    "History",
+    "MissReason",
+    "PrefixHit",
+    "TokenRange",
+    "attribute",
+]
 
 
 class MissReason(StrEnum):
@@ -27,8 +37,12 @@ class MissReason(StrEnum):
     """This continuation was cached and somebody cleared it."""
     OUTSIDE_WINDOW = "outside_window"
     """The tokens are known, but a window group no longer has the blocks that the next token would look at."""
+    TOO_SHORT = "too_short"
+    """They were computed once, but other tiers keep whole blocks only: these were too few to fill one."""
+    RESULTS_WANTED = "results_wanted"
+    """Cached or not: what the model says of each of these tokens was asked for, and that no cache keeps."""
     TEMPLATE_DRIFT = "template_drift"
-    """The conversation is cached, but its history was put into other tokens this time; told by who knows messages."""
+    """The conversation is cached, but its history was put into other tokens this time: see `History`."""
     OTHER_NAMESPACE = "other_namespace"
     """Cached, but for somebody else; told only by `KVCache.explain` to who asks for it."""
 
@@ -41,6 +55,16 @@ class Beneficiary(NamedTuple):
 
 
 NOBODY = Beneficiary("", b"")
+
+
+class History(NamedTuple):
+    """What who asks knows of a prompt: its first `num_tokens` are a conversation whose KV has been computed before.
+
+    `is_exact`: token for token, as a session keeps it. Else the same messages, which may have become other tokens.
+    """
+
+    num_tokens: int
+    is_exact: bool = False
 
 
 class Eviction(NamedTuple):
@@ -62,8 +86,9 @@ class Explanation:
         divergence: position of the first token that was not reused although it might have been; None if FULL.
         num_matched_tokens: tokens that the tree knows; more than were reused if OUTSIDE_WINDOW.
         continuation: the first tokens that the cache has at `divergence` instead (of one sequence), if DIVERGED.
-        beyond: why the tokens after the known ones are not there either, if OUTSIDE_WINDOW.
-        evicted: when, by what and for whom, if EVICTED, EXPIRED or CLEARED.
+        beyond: why the tokens from `until` on are not there either, where that is known.
+        evicted: when, by what and for whom, if EVICTED, EXPIRED or CLEARED, or TOO_SHORT since then.
+        until: the reason is that of the tokens before this position; None: of all.
     """
 
     reason: MissReason
@@ -72,6 +97,7 @@ class Explanation:
     continuation: tuple[int, ...] = ()
     evicted: Eviction | None = None
     beyond: Explanation | None = None
+    until: int | None = None
 
 
 class TokenRange(NamedTuple):
@@ -115,13 +141,7 @@ def attribute(
     position = num_reused
     why: Explanation | None = explanation
     while why is not None:
-        if why.reason is MissReason.OUTSIDE_WINDOW:
-            stop = why.num_matched_tokens
-        elif why.evicted is not None and why.evicted.num_tokens:
-            stop = position + why.evicted.num_tokens
-        else:
-            stop = num_prompt_tokens
-        stop = min(stop, num_prompt_tokens)
+        stop = num_prompt_tokens if why.until is None else min(why.until, num_prompt_tokens)
         ranges.append(TokenRange(position, stop, "computed", why.reason))
         position, why = stop, why.beyond
     ranges.append(TokenRange(position, num_prompt_tokens, "computed", MissReason.NEVER_SEEN))

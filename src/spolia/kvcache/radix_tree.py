@@ -189,6 +189,25 @@ class RadixTree:
             # What ends in an upper node is decided with its own blocks: look again without this one.
             length = max(served, path[-1].start)
 
+    def scar(self, node: RadixNode, position: int, token: int) -> Eviction | None:
+        """What is remembered of tokens that went on from `position` in `node` with `token`, and were cut off there.
+
+        Of what has come back since, in part, the rest is told: of that it is known how long it was, not what it said.
+        """
+        scar = node.scars.get((position, token))
+        if scar is not None or position != node.end or node.children:
+            return scar
+        places = [(place, first, scar) for (place, first), scar in node.scars.items()]
+        if node.parent is not None:
+            first = node.token_ids.item(0)
+            above = node.parent.scars.get((node.start, first))
+            places += [] if above is None else [(node.start, first, above)]
+        for place, first, cut in places:
+            num_left = place + cut.num_tokens - position
+            if place < position and num_left > 0 and node.token_ids.item(place - node.start) == first:
+                return cut._replace(num_tokens=num_left)
+        return None
+
     def path_table(self, path: Sequence[RadixNode], group: int, first: int, length: int) -> Ids:
         """The path's block table for its first `length` tokens, from block index `first` on; -1 before."""
         ids = np.empty(self.num_blocks(path[-1].end) if path else 0, np.int32)

@@ -20,6 +20,7 @@ from spolia.engine import (
     DEFAULT_PRIORITY,
     AsyncEngine,
     Delta,
+    History,
     RequestOutput,
     SamplingParams,
     SessionTurn,
@@ -31,7 +32,7 @@ from spolia.generation import Stage
 from spolia.server.access import Caller, current_caller
 from spolia.server.conversations import Conversation
 from spolia.server.errors import TookTooLong
-from spolia.server.explaining import Explained, explain
+from spolia.server.explaining import explain
 from spolia.server.logs import log_fields
 from spolia.server.replies import CompletionTokensDetails, Usage
 from spolia.server.served import ServedModel
@@ -76,7 +77,7 @@ class Answer:
         self._num_tokens: Counter[int] = Counter()  # by choice, so far
         self._messages = messages
         self._turn = turn
-        self._explained: dict[int, Explained] = {}
+        self._explained: dict[int, dict[str, Any]] = {}
         self._caller = current_caller()
         self._deadline: asyncio.TimerHandle | None = None
         self._is_read = False
@@ -151,6 +152,8 @@ class Answer:
         if caller.account is not None:
             caller.account.admit(len(params) * sum(map(len, prompts)))
             wishes = _capped(wishes, caller.account.settings.priority)
+        cache_salt = caller.cache_salt(cache_salt)
+        history = self._history(served.engine.namespace_of(params[0], cache_salt))
         try:
             for choice, (prompt, choice_params) in enumerate(itertools.product(prompts, params)):
                 id_ = f"{answer.id}-{choice}"
@@ -160,9 +163,10 @@ class Answer:
                     prompt,
                     choice_params,
                     request_id=id_,
-                    cache_salt=caller.cache_salt(cache_salt),
+                    cache_salt=cache_salt,
                     wishes=wishes,
                     tenant=caller.share,
+                    history=history,
                 )
                 answer._streams.append(stream)
                 served.streams.add(stream)
@@ -172,6 +176,15 @@ class Answer:
             raise
         answer._deadline = asyncio.get_running_loop().call_later(served.request_timeout_s, answer._time_out)
         return answer
+
+    def _history(self, namespace: bytes) -> History | None:
+        """What is known of the prompt: so many of its first tokens have been computed before, if they are the same."""
+        if self._turn is not None:  # the last token of an answer has no KV
+            return History(max(0, self._turn.num_history_tokens - 1), is_exact=True)
+        if self._messages is None:
+            return None
+        earlier = self._served.conversations.continued(namespace, self._messages)
+        return None if earlier is None else History(earlier.num_tokens)
 
     def _time_out(self) -> None:
         self.cut(_TIMEOUT)
@@ -342,7 +355,7 @@ class Answer:
         timings = output.timings
         return {
             "index": choice,
-            **self._explained[choice].facts,
+            **self._explained[choice],
             **self._decisions(choice, output),
             "seed": output.seed,
             "timings": {
@@ -358,7 +371,7 @@ class Answer:
         self.outputs[choice] = output
         self._explained[choice] = explained = explain(output, self._engine.model.tokenizer)
         self._served.explained.add(self.id, choice, explained, self._caller.tenant)
-        self._served.metrics.observe(replace(output, explanation=None))  # several answers may have one prompt
+        self._served.metrics.observe(output)
         self._log(output)
 
     def _note(self, choice: int, delta: Delta) -> Delta:
@@ -380,7 +393,7 @@ class Answer:
             self.outputs[choice] = delta.output
             self._served.streams.discard(self._streams[choice])
             self._take_output(choice, delta.output)
-            metrics.observe(delta.output, self._explained[choice].ranges)
+            metrics.observe(delta.output)
             if self._caller.trace is not None:
                 self._caller.trace.record(self.model, self._streams[choice].request.params, delta.output)
             self._log(delta.output)

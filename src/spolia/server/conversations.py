@@ -95,6 +95,13 @@ class ConversationLog:
         mine = (held for held, _, _ in reversed(self._held.values()) if held.namespace == namespace)
         return next(mine, None)
 
+    def continued(self, namespace: bytes, messages: Sequence[Message]) -> Conversation | None:
+        """The conversation that these messages go on from, word for word; None if there is none."""
+        earlier = self.closest(namespace, messages)
+        if earlier is None or list(messages[: len(earlier.messages)]) != list(earlier.messages):
+            return None
+        return earlier if self.difference(earlier, messages) is None else None
+
     def difference(self, earlier: Conversation, messages: Sequence[Message]) -> Difference | None:
         """Where `messages` say something else than that conversation and its reply; None if they go on from it."""
         expected = [*earlier.messages, {"role": "assistant", "content": earlier.reply}]

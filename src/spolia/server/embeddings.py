@@ -23,6 +23,7 @@ from spolia.server.access import current_caller
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.errors import TookTooLong
+from spolia.server.explaining import explain_embedding
 from spolia.server.logs import log_fields
 from spolia.server.replies import Usage
 from spolia.server.routes import Route
@@ -166,6 +167,9 @@ async def embed(
     finally:
         if caller.account is not None:
             caller.account.settle(sum(each.num_tokens for each in embeddings))
+    for index, (each, its_ids) in enumerate(zip(embeddings, ids, strict=True)):
+        facts = explain_embedding(each, its_ids, engine.model.tokenizer)
+        served.explained.add(request_id, index, facts, caller.tenant)
     fields: dict[str, Any] = {
         "request": request_id,
         "model": served.name,

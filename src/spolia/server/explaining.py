@@ -6,27 +6,14 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spolia.engine import MissReason, RequestOutput, TokenRange
+from spolia.engine import Embedding, Explanation, MissReason, RequestOutput, TokenRange
 from spolia.models import Tokenizer
-from spolia.server.conversations import Conversation, ConversationLog, Difference
+from spolia.server.conversations import ConversationLog, Difference
 
-__all__ = ["ExplainLog", "Explained", "explain"]
+__all__ = ["ExplainLog", "explain", "explain_embedding"]
 
 _CONTEXT_TOKENS = 8  # of the prompt, on either side of the place where reuse ended
 _MAX_EXPLAINED = 4_096
-
-
-class Explained:
-    """One choice's explanation.
-
-    Attributes:
-        ranges: every prompt token with its source and reason, template drift told apart.
-    """
-
-    def __init__(self, output: RequestOutput, ranges: Sequence[TokenRange], facts: dict[str, Any]) -> None:
-        self.output = output
-        self.ranges = tuple(ranges)
-        self.facts = facts
 
 
 def explain(
@@ -35,14 +22,14 @@ def explain(
     *,
     messages: Sequence[Mapping[str, Any]] | None = None,
     log: ConversationLog | None = None,
-) -> Explained:
-    """Explain a request that has ended.
+) -> dict[str, Any]:
+    """Explain a request that has ended, in what JSON can say.
 
     Args:
         messages: the history that the prompt was rendered from, if it was.
         log: the conversations before this one.
     """
-    why = output.explanation
+    why, namespace = output.explanation, output.namespace
     facts: dict[str, Any] = {
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
@@ -50,36 +37,45 @@ def explain(
         "num_rounded_tokens": dict(output.num_rounded_tokens),
     }
     if why is None:
-        return Explained(output, (), facts)
-    reason, ranges = why.reason, list(output.ranges)
-    if reason is MissReason.DIVERGED and messages is not None and log is not None and why.divergence is not None:
-        earlier = log.closest(output.namespace, messages)
+        return facts
+    is_otherwise = why.reason in (MissReason.DIVERGED, MissReason.TEMPLATE_DRIFT)
+    if is_otherwise and messages is not None and log is not None:
+        earlier = log.closest(namespace, messages)
         if earlier is not None:
             difference = log.difference(earlier, messages)
             if difference is not None:
                 facts["message"] = _message(difference, messages)
-            elif _is_history(earlier, messages) and why.divergence < earlier.num_tokens:
-                reason = MissReason.TEMPLATE_DRIFT
-                ranges = [
-                    part._replace(reason=reason) if part.reason is MissReason.DIVERGED else part for part in ranges
-                ]
             facts["earlier_request"] = earlier.id
-    facts["reason"] = reason.value
-    facts["divergence"] = why.divergence
+    facts |= _why(why, output.prompt_token_ids, tokenizer)
+    if why.evicted is not None:
+        facts["evicted_s_ago"] = output.evicted_age_s
+        label, theirs = why.evicted.beneficiary
+        if label:
+            facts["evicted_for"] = label if theirs == namespace else "another tenant's request"
+    facts["ranges"] = [_range(part) for part in output.ranges]
+    return facts
+
+
+def explain_embedding(embedding: Embedding, token_ids: Sequence[int], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Explain an input of which a vector was made; `token_ids` are its own."""
+    return {
+        "num_prompt_tokens": embedding.num_tokens,
+        "num_cached_tokens": embedding.num_cached_tokens,
+        **_why(embedding.explanation, token_ids[: embedding.num_tokens], tokenizer),
+        "ranges": [_range(part) for part in embedding.ranges],
+    }
+
+
+def _why(why: Explanation, token_ids: Sequence[int], tokenizer: Tokenizer) -> dict[str, Any]:
+    facts: dict[str, Any] = {"reason": why.reason.value, "divergence": why.divergence}
     if why.divergence is not None:
         # The client's own text only: what the cache holds instead may be another client's.
         before, after = why.divergence - _CONTEXT_TOKENS, why.divergence + _CONTEXT_TOKENS
-        around = output.prompt_token_ids[max(0, before) : after]
-        facts["text_around"] = tokenizer.decode(around, skip_special=False)
-        facts["text_after"] = tokenizer.decode(output.prompt_token_ids[why.divergence : after], skip_special=False)
+        facts["text_around"] = tokenizer.decode(token_ids[max(0, before) : after], skip_special=False)
+        facts["text_after"] = tokenizer.decode(token_ids[why.divergence : after], skip_special=False)
     if why.evicted is not None:
         facts["evicted_by"] = why.evicted.cause
-        facts["evicted_s_ago"] = output.evicted_age_s
-        label, namespace = why.evicted.beneficiary
-        if label:
-            facts["evicted_for"] = label if namespace == output.namespace else "another tenant's request"
-    facts["ranges"] = [_range(part) for part in ranges]
-    return Explained(output, ranges, facts)
+    return facts
 
 
 class ExplainLog:
@@ -89,8 +85,8 @@ class ExplainLog:
         self._capacity = capacity
         self._held: OrderedDict[tuple[str, str | None], dict[int, dict[str, Any]]] = OrderedDict()
 
-    def add(self, answer_id: str, choice: int, explained: Explained, tenant: str | None) -> None:
-        self._held.setdefault((answer_id, tenant), {})[choice] = explained.facts
+    def add(self, answer_id: str, choice: int, facts: dict[str, Any], tenant: str | None) -> None:
+        self._held.setdefault((answer_id, tenant), {})[choice] = facts
         while len(self._held) > self._capacity:
             self._held.popitem(last=False)
 
@@ -98,11 +94,6 @@ class ExplainLog:
         """By choice; None if that tenant has had no such answer lately."""
         held = self._held.get((answer_id, tenant))
         return None if held is None else [{"index": choice, **held[choice]} for choice in sorted(held)]
-
-
-def _is_history(earlier: Conversation, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the request's messages begin with all of the earlier one's."""
-    return len(messages) >= len(earlier.messages) and list(messages[: len(earlier.messages)]) == list(earlier.messages)
 
 
 def _message(difference: Difference, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ snapshot a model, so that gauges of one scrape agree (free + cached + leased is 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import ClassVar
@@ -16,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from spolia.engine import CacheStats, Durations, EngineStats, RequestOutput, TierState, TokenRange
+from spolia.engine import CacheStats, Durations, EngineStats, MissReason, RequestOutput, TierState
 
 __all__ = ["Metrics", "ModelMetrics"]
 
@@ -27,11 +26,7 @@ _QUEUE_S = (0.001, 0.005, 0.025, 0.1, 0.5, 1, 5, 10, 30, 60)
 
 
 class ModelMetrics:
-    """One model's instruments, their labels bound once so that a token costs one observation.
-
-    Attributes:
-        num_tokens_by_source: prompt tokens of all requests that have ended, by where their KV came from.
-    """
+    """One model's instruments, their labels bound once so that a token costs one observation."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._inter_token_s = metrics.inter_token_s.of_model(model)
@@ -41,19 +36,15 @@ class ModelMetrics:
         self._restore_s = metrics.restore_s.labels(model)
         self._prefill_s = metrics.prefill_s.labels(model)
         self._decode_s = metrics.decode_s.labels(model)
-        self._prompt_tokens = metrics.prompt_tokens
-        self._missed = metrics.missed_tokens
         self._finished = metrics.finished
-        self._reuse_ended = metrics.reuse_ended
         self._model = model
-        self.num_tokens_by_source: Counts[str] = Counts()
 
     def observe_gap(self, seconds: float, num_tokens: int) -> None:
         """`num_tokens` arrived together, `seconds` after the ones before: each waited its share."""
         self._inter_token_s.observe(seconds / num_tokens, num_tokens)
 
-    def observe(self, output: RequestOutput, ranges: Sequence[TokenRange] = ()) -> None:
-        """A request has ended; `ranges` are its prompt tokens by source and reason."""
+    def observe(self, output: RequestOutput) -> None:
+        """A request has ended."""
         timings = output.timings
         self._request_s.observe(timings.total_s)
         if timings.queue_s is not None:
@@ -62,17 +53,10 @@ class ModelMetrics:
                 self._prefill_s.observe(timings.first_token_s - timings.queue_s)
         if timings.restore_s is not None:
             self._restore_s.observe(timings.restore_s)
-        for start, stop, source, reason in ranges:
-            self._prompt_tokens.labels(self._model, source).inc(stop - start)
-            self.num_tokens_by_source[source] += stop - start
-            if reason is not None:
-                self._missed.labels(self._model, reason.value).inc(stop - start)
         if timings.first_token_s is not None:
             self._ttft_s.observe(timings.first_token_s)
             self._decode_s.observe(timings.total_s - timings.first_token_s)
         self._finished.labels(self._model, output.finish_reason).inc()
-        if output.explanation is not None:
-            self._reuse_ended.labels(self._model, output.explanation.reason.value).inc()
 
 
 class _Buckets:
@@ -187,8 +171,24 @@ class _EngineCollector(Collector):
         accepted = CounterMetricFamily(
             "spolia_spec_decode_num_accepted_tokens", "Of those, tokens that were right.", labels=labels
         )
+        prompts = CounterMetricFamily(
+            "spolia_prompt_tokens", "Prompt tokens by where their KV came from.", labels=labels
+        )
+        missed = CounterMetricFamily(
+            "spolia_missed_prompt_tokens",
+            "Prompt tokens that were computed, by why they were not reused.",
+            labels=["model", "reason"],
+        )
+        ended = CounterMetricFamily(
+            "spolia_reuse_ended", "Prompts by why reuse ended where it did.", labels=["model", "reason"]
+        )
         snapshots = self._snapshots()
         for model, stats in snapshots.items():
+            for source, count in stats.counters.num_tokens_by_source.items():
+                prompts.add_metric([model, source], count)
+            for reason in MissReason:
+                missed.add_metric([model, reason.value], stats.counters.num_missed_tokens.get(reason, 0))
+                ended.add_metric([model, reason.value], stats.counters.reuse_ended.get(reason, 0))
             for source, drafts in stats.counters.drafts.items():
                 drafted.add_metric([model, source], drafts.num_drafted)
                 accepted.add_metric([model, source], drafts.num_accepted)
@@ -202,7 +202,7 @@ class _EngineCollector(Collector):
                 counter.add_metric([model], getattr(stats.counters, field))
             for kind, count in stats.counters.num_rounded_tokens.items():
                 rounded.add_metric([model, kind], count)
-        families = [blocks, usage, running, waiting, drafted, accepted, rounded]
+        families = [blocks, usage, running, waiting, drafted, accepted, rounded, prompts, missed, ended]
         return [*families, *counters.values(), *self._tiers(snapshots)]
 
     def _tiers(self, snapshots: Mapping[str, EngineStats]) -> Iterable[Metric]:
@@ -329,20 +329,9 @@ class Metrics:
         self.decode_s = Histogram(
             "spolia_decode_seconds", "From the first token to the end.", by_model, registry=registry, buckets=_REQUEST_S
         )
-        self.prompt_tokens = Counter(
-            "spolia_prompt_tokens", "Prompt tokens by where their KV came from.", ["model", "source"], registry=registry
-        )
-        self.missed_tokens = Counter(
-            "spolia_missed_prompt_tokens", "Prompt tokens that were computed, by why they were not reused.",
-            ["model", "reason"], registry=registry,
-        )  # fmt: skip
         self.finished = Counter(
             "spolia_requests_finished", "Requests by how they ended.", ["model", "reason"], registry=registry
         )
-        self.reuse_ended = Counter(
-            "spolia_reuse_ended", "Requests by why reuse of their prompt ended where it did.", ["model", "reason"],
-            registry=registry,
-        )  # fmt: skip
 
     def of_model(self, model: str) -> ModelMetrics:
         return ModelMetrics(self, model)

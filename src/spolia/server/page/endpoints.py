@@ -99,7 +99,7 @@ def _shown(served: ServedModel, view: CacheView, stats: CacheStats, running: Seq
             "reused": stats.num_reused_tokens,
             "missed": {reason.value: count for reason, count in stats.num_missed_tokens.items() if count},
             "generated": snapshot.counters.num_generated_tokens,
-            "by_source": dict(served.metrics.num_tokens_by_source),
+            "by_source": dict(snapshot.counters.num_tokens_by_source),
         },
         "evicted_blocks": stats.num_evicted_blocks,
         "tiers": [
