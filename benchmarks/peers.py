@@ -3,7 +3,8 @@
 The workloads are those of `spolia bench` (see `spolia.bench`). A server is started, measured over HTTP and stopped
 before the next one; each has the machine to itself. A peer that has no server runs the same prompts in its own process,
 and is compared with Spolia in a process, without HTTP and a client on the same cores. Spolia's figure is divided by the
-best peer's of this run; of time to first token the inverse is taken, so more than 1 is always better for Spolia. A dash is a workload that a server did not end in time.
+best peer's of this run; of time to first token the inverse is taken, so more than 1 is always better for Spolia. A dash
+is a workload that a server did not end in time.
 
     spolia pull smollm2
     python benchmarks/peers.py smollm2 \
