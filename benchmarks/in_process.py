@@ -114,6 +114,12 @@ def warm_2048(rng: random.Random) -> None:
     report("warm_2048", sum(seconds), 6 * 2056, 6, seconds)
 
 
+def decode_4000(rng: random.Random) -> None:
+    base = tokens(rng, 4000)
+    generate([(base, 1)])
+    report("decode_4000", sum(one_by_one([(base, 64) for _ in range(3)])), 3 * 4000, 3 * 64)
+
+
 def batch_128_64(rng: random.Random) -> None:
     requests = [(tokens(rng, 128), 64) for _ in range(32)]
     seconds = sum(generate(requests[i : i + 16])[0] for i in (0, 16))  # 16 at once
@@ -138,20 +144,14 @@ def multiturn(rng: random.Random) -> None:
     report("multiturn", total, int(num_in), 12 * 5 * 32)
 
 
-def decode_4000(rng: random.Random) -> None:
-    base = tokens(rng, 4000)
-    generate([(base, 1)])
-    report("decode_4000", sum(one_by_one([(base, 64) for _ in range(3)])), 3 * 4000, 3 * 64)
-
-
 WORKLOADS: list[Callable[[random.Random], None]] = [
     decode_b1,
     prefill_1024,
     warm_2048,
+    decode_4000,
     batch_128_64,
     shared_prefix,
     multiturn,
-    decode_4000,
 ]
 
 generate([(tokens(random.Random(0), 32), 8)])

@@ -56,10 +56,10 @@ FIGURES = {
     "decode_b1": ("out_tok_s", "tok/s", False),
     "prefill_1024": ("total_tok_s", "tok/s", False),
     "warm_2048": ("ttft_ms", "ms to first token", True),
+    "decode_4000": ("out_tok_s", "tok/s", False),
     "batch_128_64": ("out_tok_s", "output tok/s", False),
     "shared_prefix": ("total_tok_s", "in + out tok/s", False),
     "multiturn": ("total_tok_s", "in + out tok/s", False),
-    "decode_4000": ("out_tok_s", "tok/s", False),
 }
 
 

@@ -293,6 +293,13 @@ async def warm_2048(driver: Driver) -> Timed:
     return driver.gather([(base + driver.tokens(8), 1) for _ in range(6)], concurrency=1)
 
 
+async def decode_4000(driver: Driver) -> Timed:
+    """One stream at 4,000 tokens of context, which the server has just seen: 64 out, three times."""
+    base = driver.tokens(4000)
+    await driver.complete(base, 1)
+    return driver.gather([(base, 64) for _ in range(3)], concurrency=1)
+
+
 async def batch_128_64(driver: Driver) -> Timed:
     """Nothing shared: 32 requests, 128 in, 64 out."""
     return driver.gather([(driver.tokens(128), 64) for _ in range(32)], driver.concurrency)
@@ -322,16 +329,9 @@ async def multiturn(driver: Driver) -> Timed:
     return timed()
 
 
-async def decode_4000(driver: Driver) -> Timed:
-    """One stream at 4,000 tokens of context, which the server has just seen: 64 out, three times."""
-    base = driver.tokens(4000)
-    await driver.complete(base, 1)
-    return driver.gather([(base, 64) for _ in range(3)], concurrency=1)
-
-
 WORKLOADS: dict[str, Callable[[Driver], Awaitable[Timed]]] = {
     workload.__name__: workload
-    for workload in (decode_b1, prefill_1024, warm_2048, batch_128_64, shared_prefix, multiturn, decode_4000)
+    for workload in (decode_b1, prefill_1024, warm_2048, decode_4000, batch_128_64, shared_prefix, multiturn)
 }
 
 

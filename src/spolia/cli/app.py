@@ -39,7 +39,7 @@ add_folder_commands(cache_app)
 add_operator_commands(cache_app)
 
 _ONLY = (
-    "Which of decode_b1, prefill_1024, warm_2048, batch_128_64, shared_prefix, multiturn and decode_4000 to run, with "
+    "Which of decode_b1, prefill_1024, warm_2048, decode_4000, batch_128_64, shared_prefix and multiturn to run, with "
     "commas; beginnings will do. Default: all."
 )
 
