@@ -39,6 +39,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -77,24 +78,23 @@ def running(command: list[str], url: str) -> Iterator[float]:
     """A server, from the moment when it answers; seconds that took."""
     environment = {key: value for key, value in os.environ.items() if key != "OPENBLAS_CORETYPE"}
     started_s = time.perf_counter()
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-    os.set_blocking(process.stderr.fileno(), False)  # type: ignore[union-attr]
-    try:
-        while not answers(f"{url}/health"):
-            if process.poll() is not None or time.perf_counter() - started_s > START_SECONDS:
-                raise SystemExit(f"{shlex.join(command)} does not answer:\n{process.stderr.read()!r}")  # type: ignore[union-attr]
-            time.sleep(0.02)
-        yield time.perf_counter() - started_s
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
+    with tempfile.TemporaryFile() as log:  # a pipe that nobody reads would stop a server that says much
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            while not answers(f"{url}/health"):
+                if process.poll() is not None or time.perf_counter() - started_s > START_SECONDS:
+                    log.seek(0)
+                    raise SystemExit(f"{shlex.join(command)} does not answer:\n{log.read().decode(errors='replace')}")
+                time.sleep(0.02)
+            yield time.perf_counter() - started_s
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def answers(url: str) -> bool:
