@@ -11,7 +11,7 @@ import pytest
 
 from spolia.engine import AsyncEngine
 
-from .harness import chatty_engine, serving
+from .harness import chatty_engine, eventually, serving
 
 
 def talks(seed: int, count: int) -> list[list[int]]:
@@ -61,6 +61,36 @@ def test_the_advice_is_in_words():
     engine = chatty_engine(num_blocks=40)
     _, curve = hit_rate(engine, talks(2, 60))
     assert "MiB you would have hit" in curve["advice"]
+
+
+def test_the_curve_follows_a_change_of_policy_and_size():
+    """What is predicted after the change is for what there is then, not for what there was at the first request."""
+    engine = chatty_engine(num_blocks=40)
+    with serving({"toy": engine}) as url, httpx.Client(base_url=url, timeout=60) as client:
+
+        def ask(prompt: list[int]) -> dict[str, Any]:
+            reply = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3, "temperature": 0})
+            return reply.json()["usage"]["prompt_tokens_details"]
+
+        for prompt in talks(1, 30):
+            ask(prompt)
+        before = client.get("/v1/cache/curve").json()
+        now = client.get("/v1/cache/config").json()["kv_memory"]
+        change = {"kv_policy": "fifo", "kv_memory": now // 2}
+        assert client.post("/v1/cache/config", json=change).status_code == 200
+        changed = client.get("/v1/cache/curve").json()
+        assert (before["policy"], changed["policy"]) == ("lru", "fifo")
+        assert changed["num_requests"] == 0
+        prompts = talks(3, 100)
+        cached = sum(ask(prompt)["cached_tokens"] for prompt in prompts)
+        eventually(lambda: client.get("/v1/cache/curve").json()["num_requests"] == len(prompts))
+        curve = client.get("/v1/cache/curve").json()
+    asyncio.run(engine.aclose())
+    point = next(point for point in curve["points"] if point["factor"] == 1.0)
+    assert point["size_tokens"] == 20 * 16
+    assert point["size_bytes"] == now // 2
+    assert curve["measured_hit_rate"] == pytest.approx(cached / sum(map(len, prompts)), abs=0.001)
+    assert point["hit_rate"] == pytest.approx(curve["measured_hit_rate"], abs=0.02)
 
 
 @pytest.fixture

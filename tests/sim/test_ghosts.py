@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from spolia.kvcache import Outcome
+from spolia.kvcache import POLICIES, Outcome
 from spolia.sim.ghosts import GhostCaches, prefix_digests
 
 NUM_BLOCKS = 8_192
@@ -32,7 +32,7 @@ def talks(count: int, seed: int = 3) -> list[tuple[list[int], list[int]]]:
 
 
 def replay(requests, num_blocks: int, policy: str, share: float) -> GhostCaches:
-    ghosts = GhostCaches(num_blocks, policy, share=share)
+    ghosts = GhostCaches(num_blocks, POLICIES[policy], share=share)
     for now, (prompt, answer) in enumerate(requests):
         ghosts.take(float(now), b"ns", prompt, answer, Outcome.TURN)
     return ghosts
@@ -63,9 +63,9 @@ def test_it_keeps_that_part_of_the_blocks():
 
 
 def test_a_large_cache_is_sampled_and_a_small_one_is_not():
-    assert GhostCaches(2_000, "lru").share == 1.0
-    assert GhostCaches(NUM_BLOCKS, "lru").share == SHARE
-    assert GhostCaches(32_768, "lru").share == 1 / 16
+    assert GhostCaches(2_000, POLICIES["lru"]).share == 1.0
+    assert GhostCaches(NUM_BLOCKS, POLICIES["lru"]).share == SHARE
+    assert GhostCaches(32_768, POLICIES["lru"]).share == 1 / 16
 
 
 def test_a_prefix_has_the_digests_of_what_begins_with_it_and_no_others_has():
@@ -80,3 +80,25 @@ def test_a_prefix_has_the_digests_of_what_begins_with_it_and_no_others_has():
     swapped = np.concatenate([ids[16:32], ids[:16], ids[32:]])
     assert not (prefix_digests(swapped, 16) == digests).any()
     assert len(set(digests.tolist())) == len(digests)
+
+
+def test_they_follow_a_change_of_size_and_policy_with_what_they_hold():
+    """From then on they are what ghosts of that size and policy would have been, and count anew."""
+    requests = talks(400)
+    ghosts = GhostCaches(400, POLICIES["fifo"], most_blocks=2_000)
+    fresh = GhostCaches(1_200, POLICIES["lru"])
+    for now, (prompt, answer) in enumerate(requests):
+        if now == 200:
+            assert ghosts.follow(1_200, POLICIES["lru"])
+            assert ghosts.num_requests == 0
+            fresh.follow(1_200, POLICIES["slru"])
+            fresh.follow(1_200, POLICIES["lru"])  # counts anew
+        assert not ghosts.follow(ghosts._num_blocks, ghosts._policy)
+        ghosts.take(float(now), b"ns", prompt, answer, Outcome.TURN)
+        fresh.take(float(now), b"ns", prompt, answer, Outcome.TURN)
+    assert ghosts.num_requests == 200
+    # The smallest has nothing left of what it held at the change; larger ones still miss what they could not hold.
+    one, other = ghosts.curve()[1], fresh.curve()[1]
+    assert (one.size_tokens, other.size_tokens) == (600 * 16, 600 * 16)
+    assert one.hit_rate == pytest.approx(other.hit_rate, abs=0.02)
+    assert {ghost._cache.policy.name for ghost in ghosts._ghosts} == {"lru"}

@@ -32,7 +32,7 @@ from spolia.engine.storage import make_sealer
 from spolia.engine.thread import EngineThread
 from spolia.errors import SpoliaError
 from spolia.generation import BeamParams, ContrastiveParams, SamplingParams
-from spolia.kvcache import CacheStats, History, Wish, namespace_key
+from spolia.kvcache import CacheStats, History, RetentionPolicy, Wish, namespace_key
 from spolia.models import Model
 from spolia.tiers import TierUse, payload_of, read_archive, write_archive
 
@@ -127,6 +127,16 @@ class AsyncEngine:
     def cache_stats(self) -> CacheStats:
         """The cache's own counters, which the engine's thread goes on counting up: read, and do not keep."""
         return self._engine.core.cache.stats
+
+    @property
+    def policy_type(self) -> type[RetentionPolicy]:
+        """Of the cache's retention policy now. Any thread."""
+        return type(self._engine.core.cache.policy)
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of the first cache group for which memory was reserved."""
+        return self._engine.core.cache.capacity[0]
 
     @property
     def block_size(self) -> int:

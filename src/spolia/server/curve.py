@@ -6,19 +6,25 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
-from spolia.engine import AsyncEngine, RequestOutput
+from spolia.engine import AsyncEngine, RequestOutput, RetentionPolicy
 from spolia.sim import CurvePoint, GhostCaches
 
 __all__ = ["LiveCurve"]
 
 _MAX_WAITING = 256
+_GROWTH = 4
+"""The ghosts follow a cache that grows so much; of a larger one they begin anew."""
+
+_Setting: TypeAlias = tuple[int, type[RetentionPolicy]]
+"""The cache's blocks and its policy."""
+
 _GIB = 2**30
 
 
 class LiveCurve:
-    """Its thread begins with the first request.
+    """Its thread begins with the first request. Where the cache's size or policy is changed, the ghosts' are, too.
 
     Args:
         engine: the model's; it may be another one each time, and is asked for only while there is one.
@@ -26,7 +32,7 @@ class LiveCurve:
 
     def __init__(self, engine: Callable[[], AsyncEngine]) -> None:
         self._engine = engine
-        self._waiting: queue.Queue[RequestOutput] = queue.Queue(_MAX_WAITING)
+        self._waiting: queue.Queue[tuple[RequestOutput, _Setting]] = queue.Queue(_MAX_WAITING)
         self._ghosts: GhostCaches | None = None
         self._lock = threading.Lock()  # guards the ghosts
         self._num_left_out = 0
@@ -36,26 +42,29 @@ class LiveCurve:
         """A request that has ended. Does not wait."""
         if output.explanation is None:
             return  # it was aborted before the cache was asked for anything
+        engine = self._engine()
+        setting = engine.stats.ledger[0].total, engine.policy_type
         if self._ghosts is None:
-            engine = self._engine()
-            self._ghosts = GhostCaches(engine.stats.ledger[0].total, engine.config.kv_policy)
+            self._ghosts = GhostCaches(*setting, most_blocks=min(engine.most_blocks, _GROWTH * setting[0]))
             threading.Thread(target=self._run, name="spolia-ghosts", daemon=True).start()
         try:
-            self._waiting.put_nowait(output)
+            self._waiting.put_nowait((output, setting))
         except queue.Full:
             self._num_left_out += 1
 
     def describe(self) -> dict[str, Any]:
         """The curve, and what more memory would have bought, in words."""
         engine = self._engine()
-        bytes_per_token = (engine.config.kv_memory or 0) / max(1, 16 * engine.stats.ledger[0].total)
+        setting = engine.stats.ledger[0].total, engine.policy_type
+        bytes_per_token = engine.kv_bytes / max(1, 16 * setting[0])
         with self._lock:
+            self._follow(setting)
             ghosts = self._ghosts
             points = [] if ghosts is None else ghosts.curve()
             num_requests, num_prompt = (0, 0) if ghosts is None else (ghosts.num_requests, ghosts.num_prompt_tokens)
             measured = self._num_cached_tokens / max(1, num_prompt)
         return {
-            "policy": engine.config.kv_policy,
+            "policy": engine.policy_type.name,
             "num_requests": num_requests,
             "num_requests_left_out": self._num_left_out,
             "num_prompt_tokens": num_prompt,
@@ -72,14 +81,25 @@ class LiveCurve:
 
     def _run(self) -> None:
         while True:
-            output = self._waiting.get()
+            output, setting = self._waiting.get()
             with self._lock:
                 if self._ghosts is not None:
+                    self._follow(setting)
                     self._num_cached_tokens += output.num_cached_tokens
                     self._ghosts.take(
                         time.monotonic(), output.namespace, output.prompt_token_ids, output.token_ids, output.outcome
                     )
             self._waiting.task_done()
+
+    def _follow(self, setting: _Setting) -> None:
+        ghosts = self._ghosts
+        if ghosts is None:
+            return
+        if setting[0] > ghosts.most_blocks:
+            self._ghosts = GhostCaches(*setting)
+            self._num_cached_tokens = 0
+        elif ghosts.follow(*setting):
+            self._num_cached_tokens = 0
 
 
 def _point(point: CurvePoint, bytes_per_token: float) -> dict[str, Any]:

@@ -15,14 +15,14 @@ Source: sampling references by their hash: SHARDS (Waldspurger et al. 2015, FAST
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spolia.kvcache import GroupSpec, KVCache, Outcome, make_policy
+from spolia.kvcache import GroupSpec, KVCache, Outcome, RetentionPolicy
 
 __all__ = ["FACTORS", "CurvePoint", "GhostCaches", "prefix_digests"]
 
@@ -49,22 +49,28 @@ class _Ghost:
     """One cache that has no memory.
 
     Args:
-        num_blocks: that it holds, drawn ones only.
-        size_tokens: of the cache that it stands for.
+        most_blocks: that it can be made to hold, drawn ones only.
     """
 
-    def __init__(self, factor: float, num_blocks: int, size_tokens: int, policy: str, block_size: int) -> None:
+    def __init__(self, factor: float, most_blocks: int, policy: RetentionPolicy, block_size: int) -> None:
         self.factor = factor
-        self.size_tokens = size_tokens
         self.now_s = 0.0
         self.num_hits = 0
+        self._most_blocks = most_blocks
         self._cache = KVCache(
-            [GroupSpec(num_blocks)],
+            [GroupSpec(most_blocks)],
             clock=lambda: self.now_s,
-            policy=make_policy(policy),
+            policy=policy,
             block_size=block_size,
             event_capacity=1,
         )
+
+    def resize(self, num_blocks: int) -> None:
+        """As the real cache: what is too much goes."""
+        self._cache.resize([min(max(1, num_blocks), self._most_blocks)])
+
+    def use_policy(self, policy: RetentionPolicy) -> None:
+        self._cache.use_policy(policy)
 
     def take(self, namespace: bytes, ids: Ids, asked: Ids, outcome: Outcome) -> None:
         """A request that asked for the KV of all `asked` tokens but the last, and left that of `ids`."""
@@ -80,22 +86,57 @@ class GhostCaches:
 
     Args:
         num_blocks: of the real cache.
+        policy: makes one that is like the real cache's.
+        most_blocks: that the real cache may be made to have; None: it stays as it is.
         share: of the blocks that the ghosts see; None: all of a small cache's, fewer of a large one's.
     """
 
-    def __init__(self, num_blocks: int, policy: str, *, block_size: int = 16, share: float | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        policy: Callable[[], RetentionPolicy],
+        *,
+        most_blocks: int | None = None,
+        block_size: int = 16,
+        share: float | None = None,
+    ) -> None:
         self.num_prompt_tokens = 0
         self.num_requests = 0
         self.share = share or _share(num_blocks)
         self._block_size = block_size
+        self._policy = policy
+        self._num_blocks = num_blocks
         self._num_drawn_blocks = 0  # of prompts
         # Where all are seen, blocks are the cache's; where some are, each is one token.
         unit = block_size if self.share == 1.0 else 1
+        self.most_blocks = max(num_blocks, most_blocks or 0)
         self._ghosts = [
-            _Ghost(factor, size, int(factor * num_blocks) * block_size, policy, unit)
+            _Ghost(factor, size, policy(), unit)
             for factor in FACTORS
-            if (size := int(factor * num_blocks * self.share)) >= 1
+            if (size := int(factor * self.most_blocks * self.share)) >= 1
         ]
+        self._resize()
+
+    def follow(self, num_blocks: int, policy: Callable[[], RetentionPolicy]) -> bool:
+        """The real cache has this size and policy by now; whether that is news, so that all is counted anew.
+
+        What ghosts hold stays, as it does in the real one.
+        """
+        if (num_blocks, policy) == (self._num_blocks, self._policy):
+            return False
+        if policy != self._policy:
+            for ghost in self._ghosts:
+                ghost.use_policy(policy())
+        self._num_blocks, self._policy = num_blocks, policy
+        self._resize()
+        self.num_prompt_tokens = self.num_requests = self._num_drawn_blocks = 0
+        for ghost in self._ghosts:
+            ghost.num_hits = 0
+        return True
+
+    def _resize(self) -> None:
+        for ghost in self._ghosts:
+            ghost.resize(int(ghost.factor * self._num_blocks * self.share))
 
     def take(
         self, now_s: float, namespace: bytes, prompt_ids: Sequence[int], output_ids: Sequence[int], outcome: Outcome
@@ -116,9 +157,12 @@ class GhostCaches:
             ghost.take(namespace, ids, asked, outcome)
 
     def curve(self) -> list[CurvePoint]:
-        """Hit rates since the start, by size, the smallest first."""
+        """Hit rates, by size, the smallest first: since the start, or since the real cache was changed."""
         asked = max(1, self.num_prompt_tokens if self.share == 1.0 else self._num_drawn_blocks)
-        return [CurvePoint(g.factor, g.size_tokens, g.num_hits / asked) for g in self._ghosts]
+        return [
+            CurvePoint(ghost.factor, int(ghost.factor * self._num_blocks) * self._block_size, ghost.num_hits / asked)
+            for ghost in self._ghosts
+        ]
 
     def _draw(self, ids: Ids, num_asked_blocks: int) -> tuple[Ids, int]:
         """A token for each whole block that is drawn, and how many of them are among the first so many blocks."""
