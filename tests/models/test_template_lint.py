@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from spolia.cli import cache
 from spolia.models import ChatTemplate
-from spolia.models.template_lint import lint_template
+from spolia.models.template_lint import lint_template, lint_turn
 
 HONEST = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -27,7 +28,23 @@ DRIFTING = {
         HONEST.replace("{{ m.content }}", "{% if loop.last and tools %}{{ tools }}{% endif %}{{ m.content }}"),
         "messages[",
     ),
-    "tells the date": ("{{ strftime_now('%d %b %Y') }}\n" + HONEST, "the date"),
+    "tells the date": (HONEST + "{{ strftime_now('%d %b %Y') }}", "the date"),
+    "tells the date before the tools": (
+        "{{ strftime_now('%d %b %Y') }}{{ tools | tojson }}\n" + HONEST,
+        "the date, before the tools",
+    ),
+    "empties reasoning": (
+        HONEST.replace("{{ m.content }}", "<think></think>{{ m.content.split('</think>')[-1] }}"),
+        "messages[2].content",
+    ),
+    "sorts the keys of arguments": (
+        HONEST.replace("c.function.arguments | tojson", "c.function.arguments | dictsort"),
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    "has a nonce in its system message": (
+        HONEST.replace("{{ m.content }}", "{% if loop.first %}{{ range(100000) | random }}{% endif %}{{ m.content }}"),
+        "the prompt, character 8",
+    ),
 }
 
 
@@ -39,9 +56,8 @@ def test_an_honest_template_has_no_findings():
 def test_a_template_that_drifts_is_found_and_where(name):
     source, where = DRIFTING[name]
     findings = lint_template(ChatTemplate(source))
-    assert findings
-    assert findings[0].where.startswith(where)
-    assert findings[0].was != findings[0].is_now
+    assert any(finding.where.startswith(where) for finding in findings), findings
+    assert all(finding.was != finding.is_now for finding in findings)
 
 
 def test_messages_that_a_template_refuses_are_left_out():
@@ -80,6 +96,85 @@ def test_the_command_names_the_message_and_field_that_change_from_request_to_req
     assert "cch=def" in lines[0]
     assert "line 4 differs from line 3: messages[2].tool_calls[0].function.arguments reordered" in lines[1]
     assert len(lines) == 2
+
+
+SYSTEM = {"role": "system", "content": "Today is 2026-12-02. You help."}
+ASK = {"role": "user", "content": "Hi"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": {"c": 2, "d": 3}}}}
+THOUGHT = {"role": "assistant", "content": "Ho", "reasoning_content": "He greets."}
+TAGGED = {"role": "assistant", "content": "<think>\nHe greets.\n</think>\n\nHo"}
+MORE = {"role": "user", "content": "And?"}
+
+
+def turned(call: dict) -> dict:
+    arguments = {"a": 1, "b": {"d": 3, "c": 2}}
+    return {**call, "function": {"name": "f", "arguments": arguments}}
+
+
+CAUSES = {
+    "a nonce in the system prompt": (
+        [[{**SYSTEM, "content": "id=4711 You help."}, ASK], [{**SYSTEM, "content": "id=4712 You help."}, ASK]],
+        "messages[0].content changed at character 6: 'id=4711 You help.' -> 'id=4712 You help.' "
+        "(a text that changes from request to request, before the tools)",
+    ),
+    "a date before the tools": (
+        [[SYSTEM, ASK], [{**SYSTEM, "content": "Today is 2026-12-03. You help."}, ASK]],
+        "messages[0].content changed at character 18: 'is 2026-12-02. You help.' -> 'is 2026-12-03. You help.' "
+        "(a date, before the tools)",
+    ),
+    "reasoning dropped": (
+        [[ASK, THOUGHT, MORE], [ASK, {"role": "assistant", "content": "Ho"}, MORE, THOUGHT, MORE]],
+        "messages[1].reasoning_content dropped (reasoning that the client left out)",
+    ),
+    "reasoning emptied": (
+        [[ASK, THOUGHT, MORE], [ASK, {**THOUGHT, "reasoning_content": ""}, MORE, THOUGHT, MORE]],
+        "messages[1].reasoning_content dropped (reasoning that the client left out)",
+    ),
+    "reasoning dropped from between its tags": (
+        [[ASK, TAGGED, MORE], [ASK, {"role": "assistant", "content": "<think>\n</think>\n\nHo"}, MORE, TAGGED, MORE]],
+        "(reasoning that the client left out)",
+    ),
+    "argument keys in another order": (
+        [
+            [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, MORE],
+            [ASK, {"role": "assistant", "content": "", "tool_calls": [turned(CALL)]}, MORE, THOUGHT, MORE],
+        ],
+        "messages[1].tool_calls[0].function.arguments.b reordered (the same JSON with its keys in another order)",
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_what_clients_do_to_a_prefix_is_told_by_message_and_field(tmp_path, capsys, cause):
+    requests, told = CAUSES[cause]
+    path = tmp_path / "traffic.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": messages, "tools": [TOOL]}) for messages in requests))
+    assert not cache.lint(None, path)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("line 2 differs from line 1: messages[")
+    assert line.endswith(told)
+
+
+def test_two_turns_that_a_template_renders_unlike_are_found_in_traffic():
+    drifting = ChatTemplate(HONEST.replace("<assistant>{%", "<assistant><think>{%"))
+    one, other = [ASK], [ASK, {"role": "assistant", "content": "Ho"}, MORE]
+    finding = lint_turn(drifting, one, other, None)
+    assert finding is not None
+    assert (finding.where, finding.was, finding.is_now[:2]) == ("the prompt of the answer", "<think>", "Ho")
+    last = ChatTemplate(HONEST.replace("{{ m.content }}", "{{ m.content }}{% if loop.last %}!{% endif %}"))
+    finding = lint_turn(last, one, other, None)
+    assert finding is not None
+    assert finding.where == "messages[0].content"
+    assert lint_turn(ChatTemplate(HONEST), one, other, None) is None
+
+
+def test_the_command_renders_recorded_turns_with_the_models_template(tmp_path, capsys, smollm2_path):
+    path = tmp_path / "traffic.jsonl"
+    turns = [[ASK], [ASK, {"role": "assistant", "content": "Ho"}, MORE]]
+    path.write_text("\n".join(json.dumps({"messages": messages}) for messages in turns))
+    assert cache.lint(str(smollm2_path), path)
+    assert "2 requests, each of which is new or goes on" in capsys.readouterr().out
 
 
 def test_traffic_that_only_grows_is_clean(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,12 +15,20 @@ import httpx
 from spolia.cli.flags import parse_url
 from spolia.cli.models import fetch
 from spolia.errors import InvalidRequest, SpoliaError
-from spolia.models.template_lint import TemplateFinding, lint_template
+from spolia.models import ChatTemplate
+from spolia.models.template_lint import lint_template, lint_turn
 from spolia.server.conversations import Conversation, ConversationLog, Difference, compare_messages, history
 
 __all__ = ["explain", "lint"]
 
 _TIMEOUT_S = 30
+_REASONING = ("reasoning", "reasoning_content", "thinking")
+_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
+_DATE = re.compile(
+    r"\d{4}-\d\d-\d\d|\d{1,2}[./]\d{1,2}[./]\d{2,4}|\d\d:\d\d|"
+    r"\b(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\b",
+    re.IGNORECASE,
+)
 
 
 def explain(request_id: str, url: str) -> None:
@@ -55,8 +64,10 @@ def lint(model: str | None, traffic: Path | None) -> bool:
     if model is None and traffic is None:
         raise InvalidRequest("name a model, whose chat template is checked, or recorded requests with --traffic")
     is_clean = True
+    template = None
     if model is not None:
-        findings = _template_findings(model)
+        template = _template(model)
+        findings = lint_template(template)
         is_clean = not findings
         for finding in findings:
             print(f"{finding.check}: from {finding.where} on, nothing is reused")
@@ -64,22 +75,22 @@ def lint(model: str | None, traffic: Path | None) -> bool:
         if not findings:
             print(f"{model}: its chat template renders history as it was computed")
     if traffic is not None:
-        is_clean = _lint_traffic(traffic) and is_clean
+        is_clean = _lint_traffic(traffic, template) and is_clean
     return is_clean
 
 
-def _template_findings(model: str) -> list[TemplateFinding]:
+def _template(model: str) -> ChatTemplate:
     from spolia.models import load
 
     fetch(model)
     template = load(model).chat_template
     if template is None:
         raise InvalidRequest(f"{model} has no chat template: it is a base model, whose prompts are the client's own")
-    return lint_template(template)
+    return template
 
 
-def _lint_traffic(path: Path) -> bool:
-    """Compare each request with the earlier one that it has most in common with."""
+def _lint_traffic(path: Path, template: ChatTemplate | None) -> bool:
+    """Compare each request with the earlier one that it has most in common with, and what a template makes of both."""
     log = ConversationLog(max_conversations=1 << 16, max_bytes=1 << 30)
     fields: Counter[tuple[str, str]] = Counter()
     num_requests = 0
@@ -91,7 +102,14 @@ def _lint_traffic(path: Path) -> bool:
         if earlier is not None and difference is not None:
             place, kind = _place(difference), difference.kind
             fields[place, kind] += 1
-            print(f"line {number} differs from line {earlier.id}: {place} {kind}{_at(difference, earlier, messages)}")
+            at, cause = _at(difference, earlier, messages), _cause(difference, earlier, messages)
+            print(f"line {number} differs from line {earlier.id}: {place} {kind}{at}{cause}")
+        elif earlier is not None and template is not None:
+            finding = lint_turn(template, earlier.messages[1:], messages[1:], body.get("tools"))
+            if finding is not None:
+                fields[finding.where, "rendered otherwise"] += 1
+                print(f"line {number} renders line {earlier.id} otherwise: from {finding.where} on, nothing is reused")
+                print(f"  was    {finding.was!r}\n  is now {finding.is_now!r}")
         log.add(Conversation(str(number), b"", messages, 0, ""))
     if not fields:
         print(f"{path}: {num_requests} requests, each of which is new or goes on from an earlier one")
@@ -122,6 +140,26 @@ def _at(difference: Difference, earlier: Conversation, messages: list[Mapping[st
         for history_ in (earlier.messages, messages)
     )
     return f" at character {difference.position}: {was!r} -> {is_now!r}"
+
+
+def _cause(difference: Difference, earlier: Conversation, messages: list[Mapping[str, Any]]) -> str:
+    """What it most likely is; "" where nothing is known."""
+    if difference.kind == "reordered":
+        return " (the same JSON with its keys in another order)"
+    name = difference.field.rpartition(".")[2]
+    if name in _REASONING and difference.kind == "dropped":
+        return " (reasoning that the client left out)"
+    if difference.position is None or difference.message == 0:
+        return ""
+    was, is_now = (_value(held[difference.message], difference.field) for held in (earlier.messages, messages))
+    if "<think>" in was and "".join(_THOUGHT.sub("", was).split()) == "".join(_THOUGHT.sub("", is_now).split()):
+        return " (reasoning that the client left out)"
+    if messages[difference.message].get("role") != "system":
+        return ""
+    before = ", before the tools" if messages[0].get("tools") else ""
+    around = slice(max(0, difference.position - 16), difference.position + 16)
+    is_date = _DATE.search(was[around]) is not None and _DATE.search(is_now[around]) is not None
+    return f" ({'a date' if is_date else 'a text that changes from request to request'}{before})"
 
 
 def _value(message: Mapping[str, Any], field: str) -> str:

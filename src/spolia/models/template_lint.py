@@ -15,14 +15,14 @@ from typing import Any, TypeAlias
 from spolia.errors import InvalidRequest
 from spolia.models.chat_template import ChatTemplate
 
-__all__ = ["TemplateFinding", "lint_template"]
+__all__ = ["TemplateFinding", "lint_template", "lint_turn"]
 
 Message: TypeAlias = Mapping[str, Any]
 
 _SYSTEM = {"role": "system", "content": "You help."}
 _ASK = {"role": "user", "content": "What is the weather?"}
 _GO_ON = {"role": "user", "content": "And tomorrow?"}
-_TOOLS = [
+_TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
@@ -73,7 +73,30 @@ def lint_template(template: ChatTemplate) -> list[TemplateFinding]:
     Raises:
         ModelError: the template is broken.
     """
-    return [*_replies(template), *_growth(template), *_dates(template)]
+    return [
+        *_replies(template),
+        *_growth(template),
+        *_argument_order(template),
+        *_repeats(template),
+        *_dates(template),
+    ]
+
+
+def lint_turn(
+    template: ChatTemplate, earlier: Sequence[Message], later: Sequence[Message], tools: Sequence[Message] | None
+) -> TemplateFinding | None:
+    """What two turns of one conversation cost: the prompt of `earlier` should begin that of `later`, which has more.
+
+    None also where the template does not take them, or the later one is no later turn.
+    """
+    was, is_now = _render(template, earlier, tools), _render(template, later, tools)
+    if len(later) <= len(earlier) or was is None or is_now is None or is_now.startswith(was):
+        return None
+    position = _first_difference(was, is_now)
+    ends = [_render(template, earlier[:stop], tools, generate=False) for stop in range(1, len(earlier) + 1)]
+    changed = next((i for i, text in enumerate(ends) if text is not None and len(text) > position), None)
+    where = "the prompt of the answer" if changed is None else f"messages[{changed}].content"
+    return _finding("two turns", where, was, is_now)
 
 
 def _replies(template: ChatTemplate) -> Iterator[TemplateFinding]:
@@ -116,6 +139,33 @@ def _growth(template: ChatTemplate) -> Iterator[TemplateFinding]:
         return
 
 
+def _argument_order(template: ChatTemplate) -> Iterator[TemplateFinding]:
+    """A call's arguments stand in the order in which the model wrote them."""
+    first, second = "zebra", "apple"
+    function = {"name": "weather", "arguments": f'{{"{first}": 1, "{second}": 2}}'}
+    call = {**_CALL, "tool_calls": [{"id": "call00001", "type": "function", "function": function}]}
+    text = _render(template, [_ASK, call, _RESULT], _TOOLS, generate=False)
+    if text is None or first not in text or second not in text or text.index(first) < text.index(second):
+        return
+    position = text.index(second) - 1
+    where = "messages[1].tool_calls[0].function.arguments"
+    was, is_now = function["arguments"], text[position : position + _CONTEXT]
+    yield TemplateFinding("the keys of a call's arguments", where, was[1 : 1 + _CONTEXT], is_now)
+
+
+def _repeats(template: ChatTemplate) -> Iterator[TemplateFinding]:
+    """The same prompt, at the same time."""
+    still = template.at(lambda: datetime(2024, 5, 6, 7, 8, 9))
+    for opening in ([_SYSTEM, _ASK], [_ASK]):
+        # Chance may give the same twice, but hardly ever so often.
+        texts = [_render(still, opening, _TOOLS) for _ in range(8)]
+        other = next((text for text in texts if text != texts[0]), None)
+        if texts[0] is not None and other is not None:
+            position = _first_difference(texts[0], other)
+            yield _finding("the same request again", f"the prompt, character {position}", texts[0], other)
+            return
+
+
 def _dates(template: ChatTemplate) -> Iterator[TemplateFinding]:
     """The same prompt on another day, at another time."""
     one = template.at(lambda: datetime(2024, 5, 6, 7, 8, 9))
@@ -124,7 +174,8 @@ def _dates(template: ChatTemplate) -> Iterator[TemplateFinding]:
         was, is_now = _render(one, opening, _TOOLS), _render(other, opening, _TOOLS)
         if was is None or is_now is None:
             continue
-        finding = _compare("another day", was, is_now, 0, "the date")
+        is_before = _first_difference(was, is_now) < was.find(_TOOLS[0]["function"]["description"])
+        finding = _compare("another day", was, is_now, 0, "the date, before the tools" if is_before else "the date")
         if finding is not None:
             yield finding
         return
