@@ -218,7 +218,9 @@ def test_a_reply_that_a_template_would_render_otherwise_is_reused_in_a_session_a
     """Sessions keep token ids, on disk too: no template is asked what was said."""
 
     def store() -> SessionStore:
-        return SessionStore(clock=time.monotonic, files=SessionFiles(tmp_path, b"o" * 32, Checksum()))
+        sessions = SessionStore(clock=time.monotonic, files=SessionFiles(tmp_path, b"o" * 32, Checksum()))
+        sessions.loaded.result(10)
+        return sessions
 
     backend = FolderBackend(tmp_path)
     first = engine_on(backend)
@@ -245,7 +247,7 @@ def test_a_session_file_of_another_model_is_not_taken_for_ones_own(tmp_path):
     session.append([1, 2, 3])
     session.saved.result(10)
     other = SessionFiles(tmp_path, namespace_key(what="sessions", model=b"b"), Checksum())
-    assert list(other.load()) == []
+    assert other.load().result(10) == []
 
 
 def test_an_import_whose_positions_do_not_follow_is_refused():

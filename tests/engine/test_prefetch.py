@@ -27,7 +27,9 @@ def engine_on(folder, num_blocks: int = 64) -> AsyncEngine:
     )
     model = replace(parts.model)
     model.digest = bytes(32)  # type: ignore[attr-defined]
-    return AsyncEngine(replace(parts, model=model, config=replace(parts.config, kv_disk=folder)))
+    engine = AsyncEngine(replace(parts, model=model, config=replace(parts.config, kv_disk=folder)))
+    engine.sessions.loaded.result(10)
+    return engine
 
 
 async def say(engine: AsyncEngine, session, added: list[int]):

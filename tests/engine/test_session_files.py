@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +31,9 @@ class Place:
 
     def store(self, owner=OWNER, sealer=None, **options) -> SessionStore:
         files = SessionFiles(self.folder, owner, sealer or Checksum())
-        return SessionStore(clock=self.clock, files=files, now=lambda: self.now_s, **options)
+        store = SessionStore(clock=self.clock, files=files, now=lambda: self.now_s, **options)
+        store.loaded.result(10)
+        return store
 
     def files(self, suffix=".doc"):
         return sorted((self.folder / SESSIONS_FOLDER).glob(f"*{suffix}"))
@@ -249,6 +253,105 @@ def test_nobody_waits_long_for_a_disk_that_hangs(place, monkeypatch):
         answers.set()
     store.end()
     assert place.files() == []
+
+
+def test_a_store_is_made_at_once_whatever_the_disk_does(place, monkeypatch):
+    """Whoever makes it may be an event loop. What is there is open as soon as the disk answers."""
+    mine = open_with_turns(place.store())
+    mine.saved.result(10)
+    answers = threading.Event()
+
+    def hanging(folder, documents=DocumentFolder.documents):
+        assert answers.wait(60)
+        yield from documents(folder)
+
+    monkeypatch.setattr(DocumentFolder, "documents", hanging)
+    store = SessionStore(clock=place.clock, files=SessionFiles(place.folder, OWNER, Checksum()))
+    try:
+        assert store.all("") == []
+        with pytest.raises(StorageUnavailable, match="has not answered"):
+            asyncio.run(store.listed("", timeout_s=0.05))
+        new = store.open("")
+    finally:
+        answers.set()
+    assert [session.id for session in asyncio.run(store.listed("", timeout_s=60))] == [new.id, mine.id]
+    assert store.get(mine.id, "").token_ids == mine.token_ids
+
+
+def test_once_a_disk_is_known_to_hang_nobody_waits_for_it_again(place, monkeypatch):
+    """Waiting would take an hour here; that it hangs is known from the clock."""
+    now = [0.0]
+    files = SessionFiles(place.folder, OWNER, Checksum(), clock=lambda: now[0])
+    store = SessionStore(clock=place.clock, files=files)
+    store.loaded.result(10)
+    mine = open_with_turns(store)
+    mine.saved.result(10)
+    hangs, answers = threading.Event(), threading.Event()
+
+    def hanging(folder, name, state=DocumentFolder.state):
+        hangs.set()
+        assert answers.wait(120)
+        return state(folder, name)
+
+    def ask(coroutine):
+        return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+    monkeypatch.setattr(DocumentFolder, "state", hanging)
+    try:
+        files.touch(mine.id)
+        assert hangs.wait(60)
+        now[0] += 4_000.0
+        queued = files._jobs.qsize()
+        assert ask(store.find(mine.id, "", timeout_s=3_600)) is mine
+        assert files._jobs.qsize() == queued + 1  # that it was used; nobody looks
+        with pytest.raises(StorageUnavailable, match="has not answered"):
+            ask(store.find("session-" + "0" * 32, "", timeout_s=3_600))
+        mine.append([5])
+        ask(mine.kept(timeout_s=3_600))
+        assert not mine.saved.done()
+    finally:
+        answers.set()
+    mine.saved.result(10)
+    assert files.busy_s == 0.0
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_session_on_a_disk_that_fails_is_not_told_to_be_unknown(place, monkeypatch, error):
+    mine = open_with_turns(place.store())
+    mine.saved.result(10)
+    store = SessionStore(clock=place.clock, files=SessionFiles(place.folder / "empty", OWNER, Checksum()))
+    store._files._documents.folder = place.folder / SESSIONS_FOLDER
+    fails = True
+
+    def failing(path, *args, **options):
+        if fails and path.name == f"{mine.id}.doc":
+            raise OSError(error, os.strerror(error))
+        return stat(path, *args, **options)
+
+    stat = Path.stat
+    monkeypatch.setattr(Path, "stat", failing)
+    with pytest.raises(StorageUnavailable, match=os.strerror(error)):
+        find(store, mine.id, "")
+    with pytest.raises(UnknownSession):
+        find(store, "session-" + "0" * 32, "")
+    fails = False
+    assert find(store, mine.id, "").token_ids == mine.token_ids
+    fails = True
+    assert find(store, mine.id, "").token_ids == mine.token_ids  # it is in memory by now
+
+
+def test_a_session_that_cannot_be_read_is_not_taken_for_a_damaged_one(place, monkeypatch):
+    mine = open_with_turns(place.store())
+    mine.saved.result(10)
+    documents = DocumentFolder(place.folder / SESSIONS_FOLDER, OWNER, Checksum())
+
+    def failing(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    with pytest.raises(StorageUnavailable, match="Input/output error"):
+        documents.read(mine.id)
+    assert list(documents.documents()) == []
 
 
 def test_what_waits_to_be_written_when_a_session_is_closed_is_no_conflict(place, monkeypatch):

@@ -315,4 +315,5 @@ def test_a_disk_that_hangs_costs_the_sessions_that_are_not_in_memory_and_nothing
         asking.join(60)
     asyncio.run(engine.aclose())  # what waited is written
     again = SessionStore(clock=time.monotonic, files=SessionFiles(tmp_path, b"o" * 32, Checksum()))
+    again.loaded.result(10)
     assert len(again.get(mine, "").marks) == 2

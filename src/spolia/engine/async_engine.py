@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -85,8 +86,7 @@ class AsyncEngine:
         )
         self._admission = self._engine.admission
         self.sealer = make_sealer(self._engine.config)
-        if kept := self.sessions.latest(_NUM_EXPECTED):
-            self.expect(kept)
+        self.sessions.loaded.add_done_callback(partial(_expect_latest, weakref.ref(self)))
 
     @property
     def model(self) -> Model:
@@ -447,6 +447,12 @@ class AsyncEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+def _expect_latest(engine: weakref.ref[AsyncEngine], _: Future[None]) -> None:
+    """What earlier processes had open is there: those that were used last go on first."""
+    if (there := engine()) is not None and (kept := there.sessions.latest(_NUM_EXPECTED)):
+        there.expect(kept)
 
 
 class _Closed:

@@ -7,7 +7,8 @@ import queue
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -63,15 +64,18 @@ class Found(NamedTuple):
 
 
 class _Job(NamedTuple):
+    """`is_asked`: somebody wants to know what is there, and is told if the disk does not say."""
+
     do: Callable[[], Any]
     done: Future[Any]
+    is_asked: bool = False
 
 
 class SessionFiles:
     """Writes sessions in the background, each whole whenever it changes, and finds them again.
 
-    All that meets the disk, but for `load`, is done by one thread, one job after the other, and told by a future: no
-    event loop waits for a disk.
+    All that meets the disk is done by one thread, one job after the other, and told by a future: no event loop waits
+    for a disk.
 
     A disk that fails costs no session: those here go on, and what could not be written is logged, and tried again when
     the session changes next.
@@ -84,7 +88,9 @@ class SessionFiles:
         owner: whose sessions: those of one model. What others have there is left alone.
     """
 
-    def __init__(self, folder: Path, owner: bytes, sealer: Sealer) -> None:
+    def __init__(self, folder: Path, owner: bytes, sealer: Sealer, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begun_s: float | None = None  # the job that is being done
         self._documents = DocumentFolder(folder / SESSIONS_FOLDER, owner, sealer)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -93,17 +99,22 @@ class SessionFiles:
         self._states: dict[str, _State] = {}
         self._to_delete: set[str] = set()  # what waits to be: nothing of it that is found goes on
 
-    def load(self) -> Iterator[tuple[KeptSession, float]]:
+    @property
+    def busy_s(self) -> float:
+        """For how long the disk has not answered; 0: nothing is asked of it."""
+        begun_s = self._begun_s
+        return 0.0 if begun_s is None else self._clock() - begun_s
+
+    def load(self) -> Future[list[tuple[KeptSession, float]]]:
         """Sessions and when each was last used, in seconds since the epoch; the least recently used first."""
-        for document in self._documents.documents():
-            kept = _decode(document.name, document.content)
-            if kept is not None:
-                self._note(kept)
-                yield kept, document.used_s
+        return self._put(self._load)
 
     def look(self, session_id: str) -> Future[Found | None]:
-        """Find a session if another process has left it as it is not known here; `take` it to know it."""
-        return self._put(lambda: self._look(session_id))
+        """Find a session if another process has left it as it is not known here; `take` it to know it.
+
+        The future raises `StorageUnavailable` if the disk cannot say whether there is one.
+        """
+        return self._put(lambda: self._look(session_id), is_asked=True)
 
     def take(self, found: Found) -> bool:
         """Whether what was found goes on: nothing has been found, written or deleted since it was looked for."""
@@ -149,10 +160,10 @@ class SessionFiles:
             self._jobs.put(None)
             thread.join(timeout_s)
 
-    def _put(self, do: Callable[[], _Result]) -> Future[_Result]:
+    def _put(self, do: Callable[[], _Result], *, is_asked: bool = False) -> Future[_Result]:
         done: Future[_Result] = Future()
         with self._lock:
-            self._jobs.put(_Job(do, done))
+            self._jobs.put(_Job(do, done, is_asked))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="spolia-sessions", daemon=True)
                 self._thread.start()
@@ -162,16 +173,32 @@ class SessionFiles:
         while (job := self._jobs.get()) is not None:
             if not job.done.set_running_or_notify_cancel():
                 continue
+            self._begun_s = self._clock()
             try:
                 result = job.do()
             except StorageUnavailable as error:
-                logger.warning("a session is kept in memory only: %s", error)
-                job.done.set_result(None)
+                self._begun_s = None
+                if job.is_asked:
+                    job.done.set_exception(error)
+                else:
+                    logger.warning("a session is kept in memory only: %s", error)
+                    job.done.set_result(None)
             except Exception as error:
+                self._begun_s = None
                 logger.warning("%s", error)
                 job.done.set_exception(error)
             else:
+                self._begun_s = None
                 job.done.set_result(result)
+
+    def _load(self) -> list[tuple[KeptSession, float]]:
+        found = []
+        for document in self._documents.documents():
+            kept = _decode(document.name, document.content)
+            if kept is not None:
+                self._note(kept)
+                found.append((kept, document.used_s))
+        return found
 
     def _look(self, session_id: str) -> Found | None:
         if _ID.fullmatch(session_id) is None:

@@ -56,6 +56,7 @@ class Session:
         turn: the one that is running.
         saved: done when it is on disk as it is now; None: it is not to be.
         on_change: hears that it has changed.
+        hangs: whether the disk is known not to answer.
     """
 
     id: str
@@ -69,6 +70,7 @@ class Session:
     turn: SessionTurn | None = None
     saved: Future[None] | None = None
     on_change: Callable[[Session], None] = lambda _: None
+    hangs: Callable[[], bool] = lambda: False
 
     @property
     def is_busy(self) -> bool:
@@ -90,7 +92,7 @@ class Session:
         Raises:
             SessionConflict: another server has changed it since it was last looked at here.
         """
-        if self.saved is not None and not self.saved.done():
+        if self.saved is not None and not self.saved.done() and not self.hangs():
             await asyncio.wait([asyncio.wrap_future(self.saved)], timeout=timeout_s)
         if self.saved is not None and self.saved.done() and (error := self.saved.exception()) is not None:
             raise error
@@ -203,8 +205,11 @@ class SessionStore:
 
     Args:
         closed: hears of each session that was closed or has expired.
-        files: where they are kept, too; those that are there already are open from the start. None: nowhere.
+        files: where they are kept, too; those that are there already are open as soon as they are read. None: nowhere.
         now: seconds since the epoch: files outlive the clock.
+
+    Attributes:
+        loaded: done when what earlier processes had open is open here.
     """
 
     def __init__(
@@ -224,21 +229,43 @@ class SessionStore:
         self._lock = threading.Lock()
         self._open: dict[str, Session] = {}
         self._files = files
-        if files is not None:
-            self._find_again(files, now())
+        self.loaded: Future[None] = Future()
+        if files is None:
+            self.loaded.set_result(None)
+        else:
+            files.load().add_done_callback(partial(self._find_again, files, now()))
 
-    def _find_again(self, files: SessionFiles, now_s: float) -> None:
+    def _find_again(self, files: SessionFiles, now_s: float, read: Future[list[tuple[KeptSession, float]]]) -> None:
         """Open what an earlier process had open, and forget what has expired since."""
-        kept = list(files.load())
+        kept = [] if read.exception() is not None else read.result() or []
         for number, (one, used_s) in enumerate(kept):
             age_s = max(0.0, now_s - used_s)
             if age_s >= one.ttl_s or number < len(kept) - self._max_sessions:
                 files.delete(one.id)
                 continue
             then_s = self._clock() - age_s
-            session = Session(one.id, one.cache_salt, then_s, then_s, one.ttl_s, on_change=self._save)
-            session.token_ids, session.messages, session.marks = one.token_ids, one.messages, one.marks
-            self._open[session.id] = session
+            with self._lock:
+                session = self._open.get(one.id)
+                if session is None:
+                    session = self._open[one.id] = self._make(one.id, one.cache_salt, then_s, one.ttl_s)
+                if not session.is_changing:
+                    session.token_ids, session.messages, session.marks = one.token_ids, one.messages, one.marks
+        self.loaded.set_result(None)
+
+    def _make(self, session_id: str, cache_salt: str, now_s: float, ttl_s: float) -> Session:
+        return Session(
+            session_id,
+            cache_salt,
+            now_s,
+            now_s,
+            ttl_s,
+            on_change=self._save,
+            hangs=partial(self._hangs, _DISK_TIMEOUT_S),
+        )
+
+    def _hangs(self, timeout_s: float) -> bool:
+        """Whether the disk has not answered for so long: nobody need wait that long again to know it."""
+        return self._files is not None and self._files.busy_s >= timeout_s
 
     def _take(self, found: Found) -> None:
         """Go on with what another process has made of a session, unless it has been changed here since."""
@@ -249,8 +276,7 @@ class SessionStore:
                 return
             if session is None:
                 now_s = self._clock()
-                session = Session(kept.id, kept.cache_salt, now_s, now_s, kept.ttl_s, on_change=self._save)
-                self._open[session.id] = session
+                session = self._open[kept.id] = self._make(kept.id, kept.cache_salt, now_s, kept.ttl_s)
         session.token_ids, session.messages, session.marks = kept.token_ids, kept.messages, kept.marks
         session.saved = None
 
@@ -265,7 +291,7 @@ class SessionStore:
         """Go on with the sessions of a store whose engine has ended, but for those that `files` has brought already."""
         with self._lock:
             for session in other._open.values():
-                session.on_change = self._save
+                session.on_change, session.hangs = self._save, partial(self._hangs, _DISK_TIMEOUT_S)
                 self._open.setdefault(session.id, session)
 
     def open(self, cache_salt: str, *, ttl_s: float | None = None) -> Session:
@@ -279,9 +305,7 @@ class SessionStore:
             raise InvalidRequest(f"ttl is {ttl_s}; it must be a positive number of seconds", param="ttl")
         self.expire()
         now_s = self._clock()
-        session = Session(
-            f"session-{secrets.token_hex(16)}", cache_salt, now_s, now_s, ttl_s or self._ttl_s, on_change=self._save
-        )
+        session = self._make(f"session-{secrets.token_hex(16)}", cache_salt, now_s, ttl_s or self._ttl_s)
         with self._lock:
             if len(self._open) >= self._max_sessions:
                 raise Overloaded(f"{len(self._open)} sessions are open, the limit; close some")
@@ -294,21 +318,29 @@ class SessionStore:
 
         Raises:
             UnknownSession: as `get`.
-            StorageUnavailable: it is not here, and the disk that may have it has not answered in time. One that is here
-                goes on as it is: if another process has changed it, `Session.kept` tells.
+            StorageUnavailable: it is not here, and the disk that may have it fails, or has not answered in time. One
+                that is here goes on as it is: if another process has changed it, `Session.kept` tells.
         """
         session = self._open.get(session_id)
-        if self._files is not None and (session is None or not session.is_changing):
-            look = asyncio.wrap_future(self._files.look(session_id))
-            await asyncio.wait([look], timeout=timeout_s)
-            if look.done():
+        if self._files is None or (session is not None and (session.is_changing or self._hangs(timeout_s))):
+            return self.get(session_id, cache_salt)
+        look = asyncio.wrap_future(self._files.look(session_id))
+        await asyncio.wait([look], timeout=0.0 if self._hangs(timeout_s) else timeout_s)
+        trouble = f"has not answered for {timeout_s:g} s"
+        if look.done():
+            error = look.exception()
+            if error is None:
                 if (found := look.result()) is not None:
                     self._take(found)
-            elif session_id not in self._open:
-                raise StorageUnavailable(
-                    f"session {session_id!r} is not in memory, and the disk with the others has not answered for "
-                    f"{timeout_s:g} s; try again when it does, or open another session"
-                )
+                return self.get(session_id, cache_salt)
+            trouble = f"fails: {error}"
+        else:
+            look.cancel()  # nobody waits for it any more, however long it takes
+        if session_id not in self._open:
+            raise StorageUnavailable(
+                f"session {session_id!r} is not in memory, and the disk with the others {trouble}; "
+                "try again when it answers, or open another session"
+            )
         return self.get(session_id, cache_salt)
 
     def get(self, session_id: str, cache_salt: str) -> Session:
@@ -352,6 +384,20 @@ class SessionStore:
             found = self._open.pop(session.id, None)
         if found is not None:
             self._forget(found)
+
+    async def listed(self, cache_salt: str, timeout_s: float = _DISK_TIMEOUT_S) -> list[Session]:
+        """As `all`, once those of earlier processes are among them.
+
+        Raises:
+            StorageUnavailable: the disk has not answered in time.
+        """
+        if not self.loaded.done():
+            await asyncio.wait([asyncio.wrap_future(self.loaded)], timeout=timeout_s)
+        if not self.loaded.done():
+            raise StorageUnavailable(
+                f"the disk with the sessions of earlier servers has not answered for {timeout_s:g} s; try again later"
+            )
+        return self.all(cache_salt)
 
     def all(self, cache_salt: str) -> list[Session]:
         """Those of one owner, the oldest first."""

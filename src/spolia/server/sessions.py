@@ -233,7 +233,7 @@ class SessionEndpoints:
     async def list(self, request: Request) -> Response:
         """The sessions of the key's tenant."""
         served = await self._models.ready(request.query_params.get("model"))
-        sessions = served.sessions.all(current_caller().cache_salt(request.query_params.get("cache_salt", "")))
+        sessions = await served.sessions.listed(current_caller().cache_salt(request.query_params.get("cache_salt", "")))
         cards = [_card(served, session) for session in sessions]
         return Response(msgspec.json.encode({"object": "list", "data": cards}), media_type="application/json")
 

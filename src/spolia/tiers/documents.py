@@ -102,11 +102,17 @@ class DocumentFolder:
             os.close(descriptor)
 
     def state(self, name: str) -> tuple[int, int, int] | None:
-        """Changes whenever the document does, or its use; None: it is not there."""
+        """Changes whenever the document does, or its use; None: it is not there.
+
+        Raises:
+            StorageUnavailable: the disk cannot say.
+        """
         try:
             status = self._path(name).stat()
-        except OSError:
+        except FileNotFoundError:
             return None
+        except OSError as error:
+            raise StorageUnavailable(f"{self._path(name)} cannot be looked for: {error.strerror}") from error
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     def touch(self, name: str) -> None:
@@ -133,7 +139,7 @@ class DocumentFolder:
         for name in self.names():
             try:
                 found.append(Document(name, self.read(name), self._path(name).stat().st_mtime))
-            except (ExtentError, OSError):
+            except (ExtentError, StorageUnavailable, OSError):
                 continue
         yield from sorted(found, key=lambda document: document.used_s)
 
@@ -141,12 +147,15 @@ class DocumentFolder:
         """One document.
 
         Raises:
-            ExtentError: it is damaged, sealed with another key, or somebody else's.
+            ExtentError: it is not there, damaged, sealed with another key, or somebody else's.
+            StorageUnavailable: the disk does not give it.
         """
         try:
             extent = memoryview(bytearray(self._path(name).read_bytes()))
+        except FileNotFoundError as error:
+            raise ExtentError("it is not there") from error
         except OSError as error:
-            raise ExtentError(f"it cannot be read: {error.strerror}") from error
+            raise StorageUnavailable(f"{self._path(name)} cannot be read: {error.strerror}") from error
         header = ExtentHeader.decode(extent)
         owner = header.namespace if self._owner is None else self._owner
         wanted = _header(name, owner, header.payload_bytes)
