@@ -76,8 +76,20 @@ def test_an_adapters_name_that_equals_another_tenants_salt_shares_nothing_with_i
     assert namespace_key(layout=1) != namespace_key(layout="1")
 
 
-def test_weights_that_were_reloaded_do_not_find_the_old_weights_kv():
-    assert namespace_key(model=b"old digest", salt="") != namespace_key(model=b"new digest", salt="")
+def test_prompt_logprobs_of_a_warm_prefix_are_those_of_a_cold_one_and_say_what_they_cost():
+    ids = prompt(100)
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2)
+    cold = answer(toy_engine(), ids, params)
+    engine = toy_engine()
+    answer(engine, ids[:70])
+    warm = answer(engine, ids, params)
+    assert [entry.token_id for entry in warm.prompt_logprobs] == ids[1:]
+    assert warm.prompt_logprobs == cold.prompt_logprobs
+    # What was cached was computed again for its results, and is told apart from what was new.
+    assert [(part.start, part.stop, part.reason) for part in warm.ranges] == [
+        (0, 70, MissReason.RESULTS_WANTED),
+        (70, 100, MissReason.DIVERGED),
+    ]
 
 
 @pytest.mark.parametrize("length", [31, 32, 33, 96])
@@ -144,6 +156,37 @@ def test_blocks_cannot_be_released_by_a_boundary_only_by_their_lease_and_once():
     pool.release(ids)
     with pytest.raises(BlockNotHeldError, match="freed twice"):
         pool.release(ids)
+
+
+def test_drafts_that_are_wrong_are_neither_cached_nor_freed_twice():
+    """What is guessed is never so: after each step the tree holds what was asked and said, and nothing else."""
+    engine = toy_engine(speculation="auto", max_batch_tokens=64)
+    ids = prompt(30)
+    said = toy_answer(ids, 60)
+    wrong = [(token + 1) % 250 if place % 5 == 4 else token for place, token in enumerate(said)]
+    submit(engine, ids, SamplingParams(temperature=0, max_tokens=60, prediction=tuple(wrong)))
+    true = [*ids, *said]
+    while engine.core.has_work:
+        deltas = engine.core.step()  # the ledger and each holder are recounted after it
+        for node in engine.core.cache.snapshot().stored:
+            assert node.token_ids.tolist() == true[node.start : node.start + len(node.token_ids)]
+    output = deltas[-1][1].output
+    assert 0 < output.num_accepted_tokens < output.num_drafted_tokens
+    assert free_blocks(engine) == [64]
+
+
+def test_a_full_pool_is_reaped_without_new_work():
+    """Who waits for room gets it when a request that holds it is given up, though nothing new arrives."""
+    engine = toy_engine(num_blocks=10, max_sequences=4)
+    hog = submit(engine, prompt(100), SamplingParams(temperature=0, max_tokens=50))
+    for _ in range(6):
+        engine.core.step()
+    waiting = submit(engine, prompt(90, 1))
+    engine.core.step()
+    assert engine.core.stats.num_waiting == 1
+    assert engine.core.cache.ledger()[0].free < 6
+    engine.core.abort(hog.request_id)
+    assert list(run(engine, max_steps=50)[waiting.request_id].token_ids) == toy_answer(prompt(90, 1), 8)
 
 
 def test_a_request_that_can_never_fit_fails_at_once_and_names_its_need_and_the_limit():
@@ -213,6 +256,18 @@ def test_four_branches_of_one_trunk_that_arrive_at_once_compute_the_trunk_once()
         submit(engine, [*trunk, *prompt(20, branch + 1)], SamplingParams(temperature=0, max_tokens=1))
     run(engine)
     assert engine.core.stats.counters.num_computed_tokens <= 7_400 + 4 * (20 + 16)
+
+
+def test_drafting_never_lowers_the_hit_rate():
+    reused = {}
+    for speculation in ("off", "prompt", "tree", "auto"):
+        engine = toy_engine(speculation=speculation, num_blocks=40)
+        for turn in range(3):
+            for seed in range(4):
+                output = answer(engine, [*prompt(40 + 20 * turn, seed)], SamplingParams(temperature=0, max_tokens=30))
+                assert list(output.token_ids) == toy_answer(prompt(40 + 20 * turn, seed), 30)
+        reused[speculation] = engine.core.cache.stats.num_reused_tokens
+    assert all(count >= reused["off"] > 0 for count in reused.values()), reused
 
 
 def test_keys_are_the_same_in_another_process_whatever_its_hash_seed():

@@ -6,7 +6,10 @@ another answer.
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import threading
 import time
 from dataclasses import replace
 
@@ -204,13 +207,127 @@ def test_a_store_that_went_away_is_asked_again_and_its_state_is_shown():
     engine.core.close()
 
 
-def test_a_full_disk_costs_no_answer(tmp_path):
-    backend = FaultyBackend()
-    backend.put = lambda keys, values: [False] * len(keys)  # type: ignore[method-assign]
-    engine = engine_on(backend, num_blocks=20)
-    for seed in range(4):
-        prompt = random.Random(seed).choices(range(256), k=200)
+def test_a_full_disk_costs_no_answer(tmp_path, monkeypatch):
+    """The first blocks find room, then there is none for anybody, then somebody deletes what was in the way."""
+    write, room = os.write, [5]
+
+    def full(descriptor, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room[0] -= 1
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full)
+    backend = FolderBackend(tmp_path)
+    now = [0.0]
+    tier = Tier("disk", backend, clock=lambda: now[0])
+    engine = toy_engine(tiers=[tier], clock=time.monotonic, num_blocks=20)
+    prompts = [random.Random(seed).choices(range(256), k=200) for seed in range(4)]
+    for prompt in [*prompts, *prompts]:
         assert_right(answer(engine, prompt), prompt)
+    engine.core.tiering.tiers.mover.flush(10)
+    assert not list(tmp_path.rglob("*.part"))
+    assert tier.stats.num_failures > 0
+    assert "No space left" in (tier.stats.reason or "")
+    monkeypatch.undo()
+    now[0] += 120.0
+    for prompt in prompts:
+        assert_right(answer(engine, prompt), prompt)
+    engine.core.close()
+    assert tier.state is TierState.UP
+    assert backend.health().num_entries > 0
+
+
+def owned(engine: Engine, **fields) -> Engine:
+    """The engine of a model that is told from others by these fields."""
+    return replace(
+        engine, admission=replace(engine.admission, namespace=lambda salt: namespace_key(**fields, salt=salt))
+    )
+
+
+def assert_found_only_by_its_own(tmp_path, own: dict[str, object], other: dict[str, object]) -> None:
+    """In memory, and in a folder after a restart."""
+    parts = engine_on(FolderBackend(tmp_path))
+    answer(owned(parts, **own), PROMPT)
+    assert answer(owned(parts, **other), PROMPT).num_cached_tokens == 0
+    parts.core.tiering.tiers.mover.flush(10)
+    parts.core.close()
+    for fields, num_cached in ((other, WHOLE), (own, WHOLE)):  # both have computed it by now
+        parts = engine_on(FolderBackend(tmp_path))
+        output = answer(owned(parts, **fields), PROMPT)
+        assert (output.num_cached_tokens, output.num_restored_tokens) == (num_cached, {"disk": num_cached})
+        parts.core.close()
+    parts = engine_on(FolderBackend(tmp_path))
+    third = answer(owned(parts, **{**other, "model": b"a third"}), PROMPT)
+    assert third.num_cached_tokens == 0
+    assert_right(third)
+    parts.core.close()
+
+
+def test_weights_that_were_reloaded_do_not_find_the_old_weights_kv(tmp_path):
+    assert_found_only_by_its_own(tmp_path, {"model": b"the old digest"}, {"model": b"the new digest"})
+
+
+def test_an_adapter_that_was_reloaded_under_its_name_does_not_find_the_old_ones_kv(tmp_path):
+    """A key has the digest of what an adapter is, beside its name."""
+    fields = {"model": b"w", "adapter_name": "mine"}
+    assert_found_only_by_its_own(tmp_path, {**fields, "adapter": b"before"}, {**fields, "adapter": b"after"})
+
+
+def test_a_slot_file_for_which_there_is_no_room_is_told_to_be_restored_as_far_as_it_is():
+    engine = engine_on(FaultyBackend())
+    answer(engine, PROMPT)
+    namespace = namespace_key(model="toy", salt="")
+    parts = [_opened(each) for each in take_out(engine.core, namespace, PROMPT, engine.core.tiering.blocks.usual)]
+    engine.core.close()
+    small = engine_on(FaultyBackend(), num_blocks=8)
+    _, num_restored = put_in(small.core, namespace, parts, small.core.tiering.blocks.usual)
+    assert num_restored == 0
+    assert small.core.cache.probe(namespace, PROMPT) == num_restored
+    small.core.close()
+
+
+def test_blocks_on_their_way_to_a_tier_that_are_evicted_meanwhile_arrive_all_the_same():
+    """What is sent is copied before anybody can take its block; and who asks does not wait for what never comes."""
+    backend = FaultyBackend()
+    engine = engine_on(backend, num_blocks=20)
+    goes_on, put = threading.Event(), backend.put
+
+    def slow(keys, values):
+        assert goes_on.wait(60)
+        return put(keys, values)
+
+    backend.put = slow  # type: ignore[method-assign]
+    prompts = [random.Random(seed).choices(range(256), k=200) for seed in range(6)]
+    for prompt in prompts:
+        assert_right(answer(engine, prompt), prompt)  # each evicts the one before, whose writes hang
+    goes_on.set()
+    engine.core.close(60)
+    engine = engine_on(backend)
+    restored = 0
+    for prompt in prompts:
+        output = answer(engine, prompt)
+        assert_right(output, prompt)
+        restored += output.num_restored_tokens.get("disk", 0)
+    assert restored > WHOLE
+    engine.core.close()
+
+
+def test_a_restore_that_is_tried_again_is_not_done_when_the_earlier_one_is():
+    backend = stored(FaultyBackend())
+    engine = engine_on(backend)
+    backend.hang()
+    first = submit(engine, PROMPT)
+    engine.core.step()
+    engine.core.abort(first.request_id)
+    engine.core.step()
+    again = submit(engine, PROMPT)
+    engine.core.step()
+    backend.resume()
+    output = run(engine)[again.request_id]
+    assert_right(output)
+    assert output.num_restored_tokens == {"disk": WHOLE}
+    assert output.num_cached_tokens == WHOLE
     engine.core.close()
 
 
