@@ -2,8 +2,9 @@
 
 Workload: conversations of --tokens random token ids whose beginnings (all but 200 tokens) are cached, so that each
 diverges: the dearest kind to explain. For each request: the time to its first token; what the cache's look-up takes
-with its reasons, and without; and what attributing each token, finding the text around and the conversation log take.
-The latter is done after the answer, but it is counted here as if the first token had waited for it.
+with its reasons, and without; and what attributing each token, finding the text around and the conversation log (at
+submission and at the end), the counters of `/metrics` and the log line of the request, as JSON, take. All but the
+look-ups is done after the answer, but it is counted here as if the first token had waited for it.
 
 Prints one JSON line: medians in microseconds, and their share of the time to first token. Asserts that it is below 1 %.
 
@@ -13,7 +14,9 @@ Prints one JSON line: medians in microseconds, and their share of the time to fi
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import logging
 import random
 import statistics
 import time
@@ -24,6 +27,7 @@ from spolia.kvcache import attribute
 from spolia.models import load
 from spolia.server.conversations import Conversation, ConversationLog, history
 from spolia.server.explaining import ExplainLog, explain
+from spolia.server.logs import JsonFormatter, log_fields
 
 NUM_TIMES = 200
 
@@ -70,6 +74,13 @@ def main() -> None:
     assert why is not None
     log, explained = ConversationLog(), ExplainLog()
     log.add(Conversation("before", namespace, messages[:-1], 100, ""))
+    core, logger = engine.core, logging.getLogger("spolia.requests")
+    logger.propagate = False
+    handler = logging.StreamHandler(io.StringIO())
+    handler.setFormatter(JsonFormatter())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    fields = {"request": output.request_id, "model": model.name, "cached_tokens": output.num_cached_tokens}
     costs = {
         "look_up": max(0.0, reasoned - plain),
         "attribute": median_us(
@@ -82,6 +93,9 @@ def main() -> None:
             lambda: explained.add("x", 0, explain(output, model.tokenizer, messages=messages, log=log), None)
         ),
     }
+    costs["history"] = median_us(lambda: log.continued(namespace, messages))
+    costs["counted"] = median_us(lambda: core.count_prompt(why, output.ranges))
+    costs["logged"] = median_us(lambda: log_fields(logger, "answered", {**fields, "reason": why.reason.value}))
     costs["kept"] = max(0.0, costs["kept"] - costs["in_words"])
     first = statistics.median(first_us)
     share = sum(costs.values()) / first

@@ -9,9 +9,9 @@ with a cache salt of their own:
 
 Counts, over all turns but each dialogue's first, the prompt tokens that the turn before had (prompt and answer, but the
 answer's last token, whose KV nobody computed), and how many of them were reused. Asserts that sessions reuse them all.
-Prints one JSON line.
+Prints one JSON line, and how far it is on standard error.
 
-    python benchmarks/session_reuse.py MODEL DIALOGUES.jsonl.gz [number of dialogues]
+    python benchmarks/session_reuse.py MODEL DIALOGUES.jsonl.gz [number of dialogues, or all]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import gzip
 import itertools
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +69,24 @@ async def replay(client: httpx.AsyncClient, dialogue: list[dict[str, Any]], arm:
     return num_history, num_reused
 
 
-async def measure(model: str, path: Path, count: int) -> dict[str, object]:
+async def measure(model: str, path: Path, count: int | None) -> dict[str, object]:
     with gzip.open(path, "rt") as file:
         dialogues = [json.loads(line)["messages"] for line in itertools.islice(file, count)]
     engine = AsyncEngine(model, EngineConfig(max_context=MAX_CONTEXT))
     app = create_app({"model": engine}, ServerConfig())
     totals = {"session": [0, 0], "chat": [0, 0]}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://it", timeout=None) as client:
-        for dialogue in dialogues:
+        begun_s = time.perf_counter()
+        for number, dialogue in enumerate(dialogues, start=1):
             for arm, total in totals.items():
                 history, reused = await replay(client, dialogue, arm)
                 total[0] += history
                 total[1] += reused
+            shares = ", ".join(f"{arm} {100 * reused / max(1, all_):.2f} %" for arm, (all_, reused) in totals.items())
+            left_s = (time.perf_counter() - begun_s) / number * (len(dialogues) - number)
+            print(
+                f"{number} of {len(dialogues)} dialogues: {shares}; {left_s:.0f} s to go", file=sys.stderr, flush=True
+            )
     await engine.aclose()
     assert totals["session"][0] == totals["session"][1], "a session did not reuse all of its history"
     reuse = {f"{arm}_percent": round(100 * reused / history, 2) for arm, (history, reused) in totals.items()}
@@ -87,5 +94,6 @@ async def measure(model: str, path: Path, count: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    number = int(sys.argv[3]) if len(sys.argv) > 3 else 10
-    print(json.dumps(asyncio.run(measure(sys.argv[1], Path(sys.argv[2]), number))))
+    asked = sys.argv[3] if len(sys.argv) > 3 else "10"
+    how_many = None if asked == "all" else int(asked)
+    print(json.dumps(asyncio.run(measure(sys.argv[1], Path(sys.argv[2]), how_many))))

@@ -411,6 +411,7 @@ class Answer:
             "model": self.model,
             "prompt_tokens": len(output.prompt_token_ids),
             "cached_tokens": output.num_cached_tokens,
+            "reason": None if output.explanation is None else output.explanation.reason.value,
             "output_tokens": len(output.token_ids),
             "ttft_ms": None if timings.first_token_s is None else round(1e3 * timings.first_token_s, 1),
             "total_ms": round(1e3 * timings.total_s, 1),

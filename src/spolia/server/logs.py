@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
-__all__ = ["log_fields", "set_up_logging"]
+__all__ = ["JsonFormatter", "log_fields", "set_up_logging"]
 
 
 def log_fields(logger: logging.Logger, event: str, fields: Mapping[str, Any]) -> None:
@@ -22,13 +22,17 @@ def log_fields(logger: logging.Logger, event: str, fields: Mapping[str, Any]) ->
 def set_up_logging(form: Literal["text", "json"]) -> None:
     """What the server's process logs, on standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(
+        JsonFormatter() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    )
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     for name in ("uvicorn", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-class _Json(logging.Formatter):
+class JsonFormatter(logging.Formatter):
+    """A line is an object: time, level, and what `log_fields` was given."""
+
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         shown: dict[str, Any] = {"time": f"{stamp}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}
