@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from engine.toy import ToyCodec
-from spolia.engine import CacheAdmin
+from spolia.engine import AsyncEngine, CacheAdmin
 from spolia.errors import InvalidRequest
+from spolia.kvcache.policies import Lru
 from spolia.server import ServerConfig
 from spolia.server.hot_changes import AttachTier, ConfigChange, HotChanges
 from spolia.tiers import FolderBackend, HostBackend, Tier, TierUse
@@ -29,6 +30,8 @@ def prompt(seed: int, count: int = 100) -> list[int]:
 
 
 class Server:
+    engine: AsyncEngine
+
     def __init__(self, url: str) -> None:
         self.url = url
 
@@ -56,7 +59,9 @@ def server(tmp_path):
     ]
     engine = chatty_engine(num_blocks=64, tiers=tiers)
     with serving({"toy": engine}) as url:
-        yield Server(url)
+        one = Server(url)
+        one.engine = engine
+        yield one
     asyncio.run(engine.aclose())
 
 
@@ -295,6 +300,21 @@ def test_if_one_change_fails_all_are_undone_and_each_is_reported(server, tmp_pat
     assert server.lookup(prompt(0))[1]["host"] == 96
     server.post("clear", all=True, tiers=False)
     assert server.cached(prompt(0)) == 96
+
+
+class Newest(Lru):
+    """A policy of one's own: no name finds it."""
+
+    name = "newest"
+
+
+def test_a_policy_of_ones_own_is_back_when_a_change_is_undone(server, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    server.engine._thread.call(lambda core: core.cache.use_policy(Newest())).result(10)
+    report = server.post("config", 409, kv_policy="lfu", attach=[{"disk": str(tmp_path / "file")}])
+    assert [change["outcome"] for change in report["changes"]] == ["undone", "failed"]
+    assert report["changes"][0]["before"] == "newest"
+    assert httpx.get(f"{server.url}/v1/cache/config").json()["kv_policy"] == "newest"
 
 
 def test_a_change_that_fails_as_nobody_foresaw_is_undone_too(server, monkeypatch):

@@ -57,6 +57,28 @@ def test_what_is_predicted_for_another_size_is_what_is_measured_there(factor):
     assert curve["num_requests_left_out"] == 0
 
 
+def test_the_curve_knows_what_requests_wished_for_their_kv():
+    """Without that, what is worth more to its client would be predicted to go with the rest."""
+    engine = chatty_engine(num_blocks=24)
+    rng = random.Random(4)
+    kept = [rng.randrange(250) for _ in range(150)]
+    num_prompt = cached = 0
+    with serving({"toy": engine}) as url, httpx.Client(base_url=url, timeout=60) as client:
+        for turn in range(24):
+            flood = [rng.randrange(250) for _ in range(200)]
+            prompt, priority = (kept, 90) if turn % 4 == 0 else (flood, 50)
+            body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "priority": priority}
+            usage = client.post("/v1/completions", json=body).json()["usage"]
+            num_prompt += len(prompt)
+            cached += usage["prompt_tokens_details"]["cached_tokens"]
+        eventually(lambda: client.get("/v1/cache/curve").json()["num_requests"] == 24)
+        curve = client.get("/v1/cache/curve").json()
+    asyncio.run(engine.aclose())
+    assert cached >= 5 * 149
+    point = next(point for point in curve["points"] if point["factor"] == 1.0)
+    assert point["hit_rate"] == pytest.approx(cached / num_prompt, abs=0.02)
+
+
 def test_the_advice_is_in_words():
     engine = chatty_engine(num_blocks=40)
     _, curve = hit_rate(engine, talks(2, 60))

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from spolia.kvcache import POLICIES, Outcome
+from spolia.kvcache import POLICIES, Outcome, Wish
 from spolia.sim.ghosts import GhostCaches, prefix_digests
 
 NUM_BLOCKS = 8_192
@@ -102,3 +102,23 @@ def test_they_follow_a_change_of_size_and_policy_with_what_they_hold():
     assert (one.size_tokens, other.size_tokens) == (600 * 16, 600 * 16)
     assert one.hit_rate == pytest.approx(other.hit_rate, abs=0.02)
     assert {ghost._cache.policy.name for ghost in ghosts._ghosts} == {"lru"}
+
+
+@pytest.mark.parametrize("share", [1.0, SHARE])
+def test_they_grant_the_wishes_that_requests_had(share):
+    """A system prompt that is worth keeping outlasts what came later, and the rest of its request does not."""
+    num_blocks = 512
+    rng = random.Random(1)
+    system, rest = ([rng.randrange(50_000) for _ in range(2_000)] for _ in range(2))
+    flood = [[rng.randrange(50_000) for _ in range(4_000)] for _ in range(4)]
+
+    def hits(wishes) -> float:
+        ghosts = GhostCaches(num_blocks, POLICIES["lru"], share=share)
+        for now, prompt in enumerate([system + rest, *flood, system + rest]):
+            mine = prompt == system + rest
+            ghosts.take(float(now), b"ns", prompt, [1], Outcome.TURN, wishes if mine else ())
+        now_point = next(point for point in ghosts.curve() if point.factor == 1.0)
+        return now_point.hit_rate * ghosts.num_prompt_tokens
+
+    assert hits(()) == 0
+    assert hits([Wish(90, start=0, stop=2_000)]) == pytest.approx(2_000, rel=0.35 if share < 1 else 0.01)

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from spolia.engine.core import EngineCore
 from spolia.engine.kv_files import put_in, take_out
 from spolia.errors import InvalidRequest, Overloaded, StorageUnavailable
-from spolia.kvcache import PrefixHit, make_policy
+from spolia.kvcache import PrefixHit, RetentionPolicy, make_policy
 from spolia.tiers import (
     BLOCK_SIZE,
     Compressed,
@@ -380,19 +380,19 @@ class CacheAdmin:
 
     # -- Settings ------------------------------------------------------------------------------------------------------
 
-    async def use_policy(self, name: str) -> str:
-        """Give content up in another order from now on; the name of the policy before.
+    async def use_policy(self, wanted: str | type[RetentionPolicy]) -> type[RetentionPolicy]:
+        """Give content up in another order from now on; the policy before, which can be used again.
 
         Raises:
             InvalidRequest: there is no such policy.
         """
         try:
-            policy = make_policy(name)
+            policy = make_policy(wanted) if isinstance(wanted, str) else wanted()
         except ValueError as error:
             raise InvalidRequest(f"kv_policy: {error}", param="kv_policy") from None
 
-        def swap(core: EngineCore) -> str:
-            before = core.cache.policy.name
+        def swap(core: EngineCore) -> type[RetentionPolicy]:
+            before = type(core.cache.policy)
             core.cache.use_policy(policy)
             return before
 

@@ -445,7 +445,7 @@ class Answer:
         served, messages = self._served, self._messages
         explained = explain(output, self._engine.model.tokenizer, messages=messages, log=served.conversations)
         self._explained[choice] = explained
-        served.curve.take(output)
+        served.curve.take(output, self._streams[choice].request.wishes)
         served.explained.add(self.id, choice, explained, self._caller.tenant)
         if self._turn is not None and output.finish_reason != "abort":
             self._turn.finish(output.token_ids, output.text)

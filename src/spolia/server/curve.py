@@ -5,10 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from spolia.engine import AsyncEngine, RequestOutput, RetentionPolicy
+from spolia.engine import AsyncEngine, RequestOutput, RetentionPolicy, Wish
 from spolia.sim import CurvePoint, GhostCaches
 
 __all__ = ["LiveCurve"]
@@ -32,14 +32,14 @@ class LiveCurve:
 
     def __init__(self, engine: Callable[[], AsyncEngine]) -> None:
         self._engine = engine
-        self._waiting: queue.Queue[tuple[RequestOutput, _Setting]] = queue.Queue(_MAX_WAITING)
+        self._waiting: queue.Queue[tuple[RequestOutput, Sequence[Wish], _Setting]] = queue.Queue(_MAX_WAITING)
         self._ghosts: GhostCaches | None = None
         self._lock = threading.Lock()  # guards the ghosts
         self._num_left_out = 0
         self._num_cached_tokens = 0
 
-    def take(self, output: RequestOutput) -> None:
-        """A request that has ended. Does not wait."""
+    def take(self, output: RequestOutput, wishes: Sequence[Wish] = ()) -> None:
+        """A request that has ended, and what it wished for its KV. Does not wait."""
         if output.explanation is None:
             return  # it was aborted before the cache was asked for anything
         engine = self._engine()
@@ -48,7 +48,7 @@ class LiveCurve:
             self._ghosts = GhostCaches(*setting, most_blocks=min(engine.most_blocks, _GROWTH * setting[0]))
             threading.Thread(target=self._run, name="spolia-ghosts", daemon=True).start()
         try:
-            self._waiting.put_nowait((output, setting))
+            self._waiting.put_nowait((output, wishes, setting))
         except queue.Full:
             self._num_left_out += 1
 
@@ -81,13 +81,18 @@ class LiveCurve:
 
     def _run(self) -> None:
         while True:
-            output, setting = self._waiting.get()
+            output, wishes, setting = self._waiting.get()
             with self._lock:
                 if self._ghosts is not None:
                     self._follow(setting)
                     self._num_cached_tokens += output.num_cached_tokens
                     self._ghosts.take(
-                        time.monotonic(), output.namespace, output.prompt_token_ids, output.token_ids, output.outcome
+                        time.monotonic(),
+                        output.namespace,
+                        output.prompt_token_ids,
+                        output.token_ids,
+                        output.outcome,
+                        wishes,
                     )
             self._waiting.task_done()
 

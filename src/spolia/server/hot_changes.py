@@ -223,7 +223,8 @@ async def _use_policy(admin: CacheAdmin, change: Change) -> Undo:
     if change.after not in POLICIES:  # a path to import is for whoever starts the server
         allowed = ", ".join(POLICIES)
         raise InvalidRequest(f"kv_policy is {change.after!r}; it must be one of {allowed}", param="kv_policy")
-    before = change.before = await admin.use_policy(change.after)
+    before = await admin.use_policy(change.after)
+    change.before = before.name
 
     async def undo() -> None:
         await admin.use_policy(before)

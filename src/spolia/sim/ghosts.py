@@ -16,13 +16,13 @@ Source: sampling references by their hash: SHARDS (Waldspurger et al. 2015, FAST
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spolia.kvcache import GroupSpec, KVCache, Outcome, RetentionPolicy
+from spolia.kvcache import GroupSpec, KVCache, Outcome, RetentionPolicy, Wish
 
 __all__ = ["FACTORS", "CurvePoint", "GhostCaches", "prefix_digests"]
 
@@ -72,9 +72,9 @@ class _Ghost:
     def use_policy(self, policy: RetentionPolicy) -> None:
         self._cache.use_policy(policy)
 
-    def take(self, namespace: bytes, ids: Ids, asked: Ids, outcome: Outcome) -> None:
+    def take(self, namespace: bytes, ids: Ids, asked: Ids, outcome: Outcome, wishes: Sequence[Wish]) -> None:
         """A request that asked for the KV of all `asked` tokens but the last, and left that of `ids`."""
-        with self._cache.open(namespace, asked) as lease:
+        with self._cache.open(namespace, asked, wishes=wishes) as lease:
             self.num_hits += lease.num_computed_tokens
             if len(ids) and self._cache.grow(lease, len(ids)) is not None:
                 self._cache.commit(lease, ids[lease.num_computed_tokens :])
@@ -139,7 +139,13 @@ class GhostCaches:
             ghost.resize(int(ghost.factor * self._num_blocks * self.share))
 
     def take(
-        self, now_s: float, namespace: bytes, prompt_ids: Sequence[int], output_ids: Sequence[int], outcome: Outcome
+        self,
+        now_s: float,
+        namespace: bytes,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        outcome: Outcome,
+        wishes: Sequence[Wish] = (),
     ) -> None:
         """A request that has ended."""
         ids = np.asarray([*prompt_ids, *output_ids[:-1]], np.int32)  # the last token of an answer has no KV
@@ -147,14 +153,16 @@ class GhostCaches:
         self.num_prompt_tokens += len(prompt_ids)
         asked = ids[: len(prompt_ids)]
         if self.share < 1.0:
-            ids, num_asked = self._draw(ids, len(prompt_ids) // self._block_size)
+            ids, num_drawn = self._draw(ids)
+            num_asked = num_drawn[len(prompt_ids) // self._block_size]
+            wishes = _drawn_wishes(wishes, num_drawn, self._block_size)
             self._num_drawn_blocks += num_asked
             if not len(ids):
                 return
             asked = np.append(ids[:num_asked], np.int32(-1))
         for ghost in self._ghosts:
             ghost.now_s = now_s
-            ghost.take(namespace, ids, asked, outcome)
+            ghost.take(namespace, ids, asked, outcome, wishes)
 
     def curve(self) -> list[CurvePoint]:
         """Hit rates, by size, the smallest first: since the start, or since the real cache was changed."""
@@ -164,12 +172,25 @@ class GhostCaches:
             for ghost in self._ghosts
         ]
 
-    def _draw(self, ids: Ids, num_asked_blocks: int) -> tuple[Ids, int]:
-        """A token for each whole block that is drawn, and how many of them are among the first so many blocks."""
+    def _draw(self, ids: Ids) -> tuple[Ids, list[int]]:
+        """A token for each whole block that is drawn, and for 0, 1, ... blocks how many of so many first are drawn."""
         digests = prefix_digests(ids, self._block_size)
         is_drawn = (digests >> np.uint64(40)) < np.uint64(int(self.share * (1 << 24)))
         tokens = (digests[is_drawn] & np.uint64(0x7FFFFFFF)).astype(np.int32)
-        return tokens, int(np.count_nonzero(is_drawn[:num_asked_blocks]))
+        return tokens, [0, *np.cumsum(is_drawn).tolist()]
+
+
+def _drawn_wishes(wishes: Sequence[Wish], num_drawn: Sequence[int], block_size: int) -> list[Wish]:
+    """Wishes for token ranges as wishes for what is drawn of them."""
+    drawn = []
+    for wish in wishes:
+        start, stop = (
+            None if place is None else num_drawn[min(place // block_size, len(num_drawn) - 1)]
+            for place in (wish.start, wish.stop)
+        )
+        if start is not None and (stop is None or stop > start):
+            drawn.append(replace(wish, start=start, stop=stop))
+    return drawn
 
 
 def prefix_digests(ids: Ids, block_size: int) -> NDArray[np.uint64]:
