@@ -222,6 +222,21 @@ def test_waiting_for_room_costs_one_look_and_is_no_miss():
     assert engine.core.cache.stats.num_opened <= 4
 
 
+def test_a_request_that_had_to_wait_for_room_is_asked_for_once():
+    """However often it was looked up, so that hits have an honest denominator."""
+    engine = toy_engine(num_blocks=20)
+    rng = random.Random(3)
+    for number in range(24):
+        prompt = [rng.randrange(250) for _ in range(60)]
+        submit(engine, prompt, SamplingParams(temperature=0.0, max_tokens=20 + number))
+    run(engine)
+    stats, counters = engine.core.cache.stats, engine.core.stats.counters
+    assert stats.num_opened == 24
+    assert stats.num_asked_tokens == counters.num_prompt_tokens == 24 * 60
+    assert stats.num_reused_tokens == counters.num_cached_tokens
+    assert sum(stats.num_missed_tokens.values()) == sum(counters.num_missed_tokens.values())
+
+
 def test_counters_add_up():
     engine = toy_engine()
     prompt = list(range(40))

@@ -300,7 +300,10 @@ def test_shares_have_their_denominators_and_preemption_is_counted_apart():
     world = World(GroupSpec(32))
     world.remember(tokens(100))
     world.remember(np.append(tokens(40), tokens(60, 900)))
-    world.cache.open(b"ns", tokens(100), resumed=True).close()
+    world.cache.open(b"ns", tokens(70, 5_000)).close()  # found no room: it counts when it comes back
+    with world.cache.open(b"ns", tokens(100), resumed=True) as lease:
+        world.cache.grow(lease, 100)
+        world.cache.grow(lease, 120)
     stats = world.cache.stats
     assert (stats.num_opened, stats.num_asked_tokens, stats.num_reused_tokens) == (2, 200, 40)
     assert stats.num_asked_tokens == stats.num_reused_tokens + sum(stats.num_missed_tokens.values())

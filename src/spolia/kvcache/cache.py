@@ -157,7 +157,8 @@ class KVCache:
     ) -> Lease:
         """Find the longest usable prefix and hold it. Never fails: no hit is a hit of 0 tokens.
 
-        At most `len(token_ids) - 1` tokens are reused, since somebody wants the logits of the last.
+        At most `len(token_ids) - 1` tokens are reused, since somebody wants the logits of the last. It counts as a
+        request when it first grows: one that finds no room is opened again.
 
         Args:
             resumed: this sequence ran before and was preempted; its tokens are counted apart.
@@ -171,7 +172,7 @@ class KVCache:
             self._retention.hit(path)
         gaps = None if resumed else self.stats.reuse_gaps
         lease = self._hold(Beneficiary(label, namespace), path, hit, wishes, gaps)
-        self._count(hit, resumed)
+        lease.to_count = "resumed" if resumed else "asked"
         return lease
 
     def open_restore(self, namespace: bytes, token_ids: ArrayLike) -> Lease:
@@ -223,11 +224,13 @@ class KVCache:
         """
         self._require(lease)
         if num_tokens <= lease.num_reserved_tokens:
+            self._count(lease)
             return []
         num_new = self._tree.num_blocks(num_tokens) - self._tree.num_blocks(lease.num_reserved_tokens)
         if not self._make_room(lease, num_new):
             self.stats.num_refused_grows += 1
             return None
+        self._count(lease)
         copies: list[BlockCopy] = []
         for group, count in enumerate(self._num_to_take(lease, num_new)):
             ids = self._pools[group].take(count)
@@ -645,9 +648,13 @@ class KVCache:
         blocks = zip(self._pools, (held.view[index : index + 1] for held in node.blocks), strict=True)
         return any(tag is not None for pool, ids in blocks for tag in pool.tags(ids[ids >= 0]))
 
-    def _count(self, hit: PrefixHit, resumed: bool) -> None:
-        stats = self.stats
-        if resumed:
+    def _count(self, lease: Lease) -> None:
+        """Count what a lease found, once, when it goes on from there: one that finds no room is opened again."""
+        stats, hit, what = self.stats, lease.hit, lease.to_count
+        lease.to_count = None
+        if what is None:
+            return
+        if what == "resumed":
             stats.num_resumed_opened += 1
             stats.num_resumed_asked_tokens += hit.num_prompt_tokens
             stats.num_resumed_reused_tokens += hit.num_tokens

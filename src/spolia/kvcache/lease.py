@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..errors import LeaseError
 from .explain import NOBODY, Beneficiary, PrefixHit
@@ -50,6 +50,7 @@ class Lease:
         first_blocks: per group, index of the first block that is still held; before it, the table has -1.
         tail_is_shared: whether the last block belongs to another writer; only from `open` to the first `grow`.
         borrowed: (group, block ids) held as sources of copies until the next commit.
+        to_count: what its hit will be counted as when it first grows; None: it has been, or is nobody's request.
     """
 
     __slots__ = (
@@ -64,6 +65,7 @@ class Lease:
         "num_shared_tokens",
         "tables",
         "tail_is_shared",
+        "to_count",
         "wishes",
     )
 
@@ -89,6 +91,7 @@ class Lease:
         self.first_blocks = first_blocks
         self.tail_is_shared = cursor.position % cache.block_size > 0
         self.borrowed: list[tuple[int, Ids]] = []
+        self.to_count: Literal["asked", "resumed"] | None = None
         self._cache = cache
 
     @property
