@@ -32,6 +32,7 @@ class Traffic:
         self.sessions: list[str] = []
         self.talks: list[list[dict[str, str]]] = []
         self.told: Counter[str] = Counter()
+        self.looked_up: set[str] = set()
         self.num_prompt = self.num_cached = 0
 
     def ask(self, number: int) -> None:
@@ -80,8 +81,10 @@ class Traffic:
 
     def look(self, number: int) -> None:
         """What an operator is told; nobody's request."""
-        body = {"prompt": self.prompts[number % len(self.prompts)]}
-        assert self.client.post("/v1/cache/lookup", json=body).status_code == 200
+        body = {"prompt": self.prompts[number % len(self.prompts)], "cache_salt": self.rng.choice(["", "b"])}
+        found = self.client.post("/v1/cache/lookup", json=body)
+        assert found.status_code == 200, found.text
+        self.looked_up.add(found.json()["reason"])
 
     def pin(self, number: int) -> None:
         body = {"prompt": self.prompts[number % len(self.prompts)], "ttl": 60}
@@ -133,6 +136,7 @@ def traffic_on(
 
 def test_the_reasons_add_up_to_what_was_computed_and_each_of_them_occurs():
     seen: set[str] = set()
+    looked_up: set[str] = set()
     for seed, windows in enumerate([(None,), (None, 20), (None,), (None, 40)] * 2):
         with traffic_on(windows, 16, has_tier=seed % 4 > 1, seed=seed) as (traffic, url):
             for _ in range(40):
@@ -145,7 +149,9 @@ def test_the_reasons_add_up_to_what_was_computed_and_each_of_them_occurs():
             assert sources.pop("computed") == missed.total() == traffic.num_prompt - traffic.num_cached
             assert told == missed + sources
             seen.update(missed)
-    # No request is told, nor counted, what others have: only an operator who looks, with another's salt.
+            looked_up.update(traffic.looked_up)
+    # No request is told, nor counted, by what others have: only an operator who looks.
+    assert "other_namespace" in looked_up
     assert seen == {reason.value for reason in MissReason} - {"other_namespace"}
 
 

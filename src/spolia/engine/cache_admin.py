@@ -115,9 +115,12 @@ class CacheAdmin:
     # -- Looking -------------------------------------------------------------------------------------------------------
 
     async def lookup(self, token_ids: Sequence[int], *, cache_salt: str = "") -> Lookup:
-        """What a request with these tokens would find, and in which tiers it lies. Changes nothing."""
+        """What a request with these tokens would find, and in which tiers it lies. Changes nothing.
+
+        Tells whether another tenant or salt has more of it: for operators only.
+        """
         namespace = self._engine.namespace(cache_salt)
-        hit = await self._engine.call(lambda core: core.cache.explain(namespace, token_ids))
+        hit = await self._engine.call(lambda core: core.cache.explain(namespace, token_ids, other_namespaces=True))
         tiers, keys, num_groups = await self._engine.call(lambda core: _names(core, namespace, token_ids))
         counts = await asyncio.gather(*(asyncio.to_thread(tier.count, keys) for tier in tiers))
         ranges = [(0, hit.num_tokens, "device")] if hit.num_tokens else []

@@ -44,7 +44,7 @@ class MissReason(StrEnum):
     TEMPLATE_DRIFT = "template_drift"
     """The conversation is cached, but its history was put into other tokens this time: see `History`."""
     OTHER_NAMESPACE = "other_namespace"
-    """Cached, but for somebody else; told only by `KVCache.explain` to who asks for it."""
+    """Cached, but for somebody else. Told to an operator who looks a prompt up; no request's tokens are counted so."""
 
 
 class Beneficiary(NamedTuple):
