@@ -29,6 +29,7 @@ class TextTokenizer(ByteTokenizer):
 
     adds_bos = False
     special = SpecialTokens()
+    special_ids = end_ids = frozenset({EOS})
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         return list(text.encode())

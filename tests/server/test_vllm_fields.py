@@ -12,7 +12,7 @@ import pytest
 
 from engine.toy import toy_answer
 
-from .harness import ChattyToy, PlainTemplate, chatty_engine, scripted_engine, serving
+from .harness import ChattyToy, PlainTemplate, chatty_engine, serving
 from .test_completions import text_of
 from .test_tools import TOOLS
 
@@ -106,15 +106,6 @@ def test_what_the_template_does_not_mind_is_named_or_refused(toy_url):
     assert refusal(toy_url, path, **SHORT, messages=HELLO, web_search_options={}) == "web_search_options"
     kwargs = {"documents": []}
     assert refusal(toy_url, path, **SHORT, messages=HELLO, chat_template_kwargs=kwargs) == "chat_template_kwargs"
-
-
-def test_strict_tools_are_named_where_they_are_not_held_to_their_schema():
-    engine = scripted_engine({"user: hello": "Hi."}, num_blocks=128, max_context=2048)
-    tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
-    with serving({"toy": engine}) as url:
-        reply = httpx.post(f"{url}/v1/chat/completions", json={**SHORT, "messages": HELLO, "tools": tools})
-        assert reply.headers["x-spolia-ignored"] == "tools.strict"
-    asyncio.run(engine.aclose())
 
 
 def test_tokens_are_told_as_their_ids(toy_url):

@@ -34,11 +34,16 @@ class ReasoningSplitter:
     """
 
     def __init__(self, opening: str = "<think>", closing: str = "</think>", *, is_open: bool = False) -> None:
-        self._opening = opening
-        self._closing = closing
+        self.opening = opening
+        self.closing = closing
         self._state = "inside" if is_open else "before"
         self._held = ""
         self._strips = is_open  # white space that comes next is not shown
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether what comes next belongs to the thoughts."""
+        return self._state == "inside"
 
     def feed(self, text: str) -> ReasoningPart:
         """Add text; what may be shown of it. The beginning of a tag is held back until it is one or not."""
@@ -53,7 +58,7 @@ class ReasoningSplitter:
                 self._strips = False
             if self._state == "after":
                 return ReasoningPart(reasoning, content + text)
-            tag = self._opening if self._state == "before" else self._closing
+            tag = self.opening if self._state == "before" else self.closing
             if self._state == "before" and not tag.startswith(text.lstrip()[: len(tag)]):
                 self._state = "after"  # thoughts come first or not at all
                 continue

@@ -28,7 +28,7 @@ from spolia.generation.processors.base import Logits
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["GrammarCompiler", "GrammarMask", "StructuredOutput"]
+__all__ = ["GrammarCompiler", "GrammarMask", "StructuredOutput", "json_rule"]
 
 # One space, or a new line and its indentation: enough to print JSON prettily, and no way to go on for ever.
 _WHITESPACE = r"( |\n[ \t]{0,32})?"
@@ -303,6 +303,12 @@ class _Wrapper:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """JSON of this schema as a part of a Lark grammar."""
+    spaced = {**_held_bounds(schema), "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+    return f"%json {json.dumps(spaced)}"
 
 
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")

@@ -71,6 +71,7 @@ class Tokenizer:
 
     Attributes:
         special: ids of the tokens with a role.
+        special_ids: the tokens that steer and have no text.
         end_ids: the tokens that end a reply: EOS, end of turn, end of message.
         adds_bos: `encode` puts BOS first unless told otherwise.
     """
@@ -101,7 +102,7 @@ class Tokenizer:
         self._backend = backend
         self._pieces = pieces
         self._kinds = kinds
-        self._special_ids = frozenset(np.flatnonzero(np.isin(kinds, (TokenKind.CONTROL, TokenKind.UNKNOWN))).tolist())
+        self.special_ids = frozenset(np.flatnonzero(np.isin(kinds, (TokenKind.CONTROL, TokenKind.UNKNOWN))).tolist())
         self._spelling = spelling
         self._prefixes_space = prefixes_space
         self._bytes: dict[int, bytes] = {}  # filled as ids are met: a quarter of a million at once would cost a start
@@ -158,7 +159,7 @@ class Tokenizer:
             InvalidRequest: an id is negative.
         """
         ids = list(ids)
-        skipped = self._special_ids if skip_special else frozenset()
+        skipped = self.special_ids if skip_special else frozenset()
         text = b"".join([self.token_bytes(i) for i in ids if i not in skipped]).decode("utf-8", errors="replace")
         if self._prefixes_space and ids and ids[0] == self.special.bos:
             opening = "" if skip_special else self.token_text(ids[0])
@@ -186,7 +187,7 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token steers and does not read."""
-        return token_id in self._special_ids
+        return token_id in self.special_ids
 
     @cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:

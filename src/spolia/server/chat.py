@@ -109,11 +109,15 @@ class ChatEndpoint:
                 explains=bool(body.explain),
             )
         params = await params_of_choices(body, served.engine)
+        thoughts = _thoughts(body, model, ids)
+        if tool_use is not None:
+            splitter = None if thoughts is None else thoughts[0]
+            params = [await tool_use.prepare(each, served.engine, splitter) for each in params]
         answer = Answer.submit(
             "chatcmpl",
             served,
             [ids],
-            params if tool_use is None else [await tool_use.prepare(each, served.engine) for each in params],
+            params,
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
             wishes=[*body.wishes(), *(await _marked(model, body, ids, options))],
@@ -121,7 +125,6 @@ class ChatEndpoint:
             turn=turn,
         )
         parsers = [tool_use.parser(model) for _ in params] if tool_use is not None else None
-        thoughts = _thoughts(body, model, ids)
         answer.num_moved_lines = num_moved_lines
         return await respond(request, body, answer, _ChatRendering(body, answer, model.tokenizer, parsers, thoughts))
 

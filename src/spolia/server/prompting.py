@@ -60,12 +60,6 @@ def prompt_options(body: PromptBody, model: Model) -> dict[str, Any]:
                 param="chat_template_kwargs",
             )
     tool_use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
-    if (
-        tool_use is not None
-        and not tool_use.must_call
-        and any(tool["function"].get("strict") for tool in tool_use.tools)
-    ):
-        note_ignored("tools.strict")  # it is only held to the schemas where it must call
     variables = dict(body.chat_template_kwargs or {})
     source = "" if model.chat_template is None else model.chat_template.source
     if (documents := getattr(body, "documents", None)) is not None and documents != []:

@@ -64,10 +64,11 @@ class Turn:
         model, tool_use = served.engine.model, conversation.tool_use
         ids = await conversation.encode(model)
         wished = () if wishes is None else await wishes(ids)
+        splitter = splitter_of(model, ids)
         if tool_use is None:
             await served.engine.prepare(params)
         else:
-            params = await tool_use.prepare(params, served.engine)
+            params = await tool_use.prepare(params, served.engine, splitter)
         answer = Answer.submit(
             kind,
             served,
@@ -79,7 +80,7 @@ class Turn:
             is_limit_soft=is_limit_soft,
             messages=history(conversation.messages, tools=None if tool_use is None else tool_use.tools),
         )
-        return cls(answer, ids, None if tool_use is None else tool_use.parser(model), splitter_of(model, ids))
+        return cls(answer, ids, None if tool_use is None else tool_use.parser(model), splitter)
 
     @property
     def output(self) -> RequestOutput:

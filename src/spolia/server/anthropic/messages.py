@@ -109,7 +109,9 @@ def _tool(tool: Tool, path: str) -> dict[str, Any]:
     if not tool.name:
         raise InvalidRequest(f"{path}.name is empty", param=f"{path}.name")
     schema = tool.input_schema if tool.input_schema is not None else {"type": "object", "properties": {}}
-    function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description or "", "parameters": schema}
+    if tool.strict:
+        function["strict"] = True
     return {"type": "function", "function": function}
 
 

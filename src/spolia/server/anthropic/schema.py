@@ -14,13 +14,17 @@ __all__ = ["CacheCreation", "CountRequest", "MessagesReply", "MessagesRequest", 
 
 
 class Tool(msgspec.Struct):
-    """`input_schema` is a JSON schema. Tools of a `type` that Anthropic's servers run themselves are refused."""
+    """`input_schema` is a JSON schema, to which calls are held if `strict`.
+
+    Tools of a `type` that Anthropic's servers run themselves are refused.
+    """
 
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: str | None = None
     cache_control: dict[str, Any] | None = None
+    strict: bool = False
 
 
 class ToolChoice(msgspec.Struct):

@@ -123,7 +123,9 @@ def tool_use_of(body: ResponsesRequest) -> ToolUse | None:
                 f"tools[{index}].type is {kind!r}, which runs on OpenAI's servers; only functions are supported",
                 param=f"tools[{index}].type",
             )
-        function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
+        function = {
+            key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None
+        }
         tools.append({"type": "function", "function": function})
     check_tools(tools)
     choice = body.tool_choice

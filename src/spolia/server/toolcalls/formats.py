@@ -47,18 +47,25 @@ class Format:
     @property
     def beginning(self) -> str:
         """How a reply begins that must call a tool: a call's JSON object follows."""
-        return self.opening + ("\n" if self.closing and not self.in_list else "") + ("[" if self.in_list else "")
+        if self.in_list:
+            return self.opening.removesuffix("[") + "["
+        return self.opening + ("\n" if self.closing else "")
 
-    def call_schema(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The JSON schema of a call of one of `tools`, which are OpenAI's descriptions."""
-        return {"anyOf": [self._schema_of(tool["function"]) for tool in tools]}
+    def call_schema(self, tools: Sequence[Mapping[str, Any]], *, strict_only: bool = False) -> dict[str, Any]:
+        """The JSON schema of a call of one of `tools`, which are OpenAI's descriptions.
 
-    def _schema_of(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        Args:
+            strict_only: the arguments of those that are not strict are any object.
+        """
+        return {"anyOf": [self._schema_of(tool["function"], strict_only) for tool in tools]}
+
+    def _schema_of(self, function: Mapping[str, Any], strict_only: bool) -> dict[str, Any]:
+        parameters = function.get("parameters") if function.get("strict") or not strict_only else None
         return {
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                self.argument_key: function.get("parameters") or {"type": "object"},
+                self.argument_key: parameters or {"type": "object"},
             },
             "required": ["name", self.argument_key],
             "additionalProperties": False,
@@ -73,7 +80,7 @@ FORMATS: dict[str, Format] = {
         opening="<|tool_call|>", closing="<|/tool_call|>", in_list=True, is_special=True, hint="<|tool_call|>"
     ),
     "llama3": Format(opening="<|python_tag|>", argument_key="parameters", is_special=True, hint="<|python_tag|>"),
-    "functools": Format(opening="functools", in_list=True, hint="functools["),
+    "functools": Format(opening="functools[", in_list=True, hint="functools["),
 }
 """By name, in the order in which templates are searched for them."""
 

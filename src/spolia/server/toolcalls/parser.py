@@ -8,11 +8,13 @@ it names a tool that was offered, and text otherwise.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 from spolia.server.toolcalls.formats import Format
 from spolia.server.toolcalls.parts import CallArguments, CallBegan, Part, Text
 from spolia.server.toolcalls.scanner import CallScanner
+from spolia.server.toolcalls.strict import bare_beginning
 
 __all__ = ["ToolCallParser"]
 
@@ -28,6 +30,8 @@ class ToolCallParser:
     Args:
         tool_names: those that were offered.
         denied: of those, what may not be called for now: such a call is text.
+        strict: of those, what is held to its schema, which without marks it is only where it begins as `bare_beginning`
+            has it: another call without marks is text.
         begun_with: text that the prompt ended with and that belongs to the reply.
         one_call: the client wants one call at most; what comes after the first is dropped.
     """
@@ -38,12 +42,14 @@ class ToolCallParser:
         tool_names: Collection[str],
         *,
         denied: Collection[str] = (),
+        strict: Collection[str] = (),
         one_call: bool = False,
         begun_with: str = "",
     ) -> None:
         self._format = format_
         self._tool_names = tool_names
         self._denied = denied
+        self._strict = strict
         self._one_call = one_call
         self._text = begun_with  # not yet understood
         self._held = ""  # a bare call so far, with what is around it: text, if it turns out to be none
@@ -52,6 +58,7 @@ class ToolCallParser:
         self._in_marks = False
         self._num_in_marks = 0
         self._may_be_bare = True  # nothing but calls has come
+        self._is_held = True  # and none of a tool that is not strict: no grammar looks beyond those
         self._parts: list[Part] = []
         self.num_calls = 0
         while self._advance():
@@ -175,9 +182,8 @@ class ToolCallParser:
         read, self._text = self._text[:num_read], self._text[num_read:]
         if not self._is_announced:
             self._held += read
-            is_known = scanner.name is not None and (self._in_marks or scanner.name in self._tool_names)
-            if is_known and scanner.name not in self._denied:
-                self._announce(scanner.name or "")
+            if scanner.name is not None and self._may_call(scanner.name):
+                self._announce(scanner.name)
             elif scanner.name is not None or scanner.is_done or scanner.is_broken:
                 self._give_up()
                 return True
@@ -186,6 +192,16 @@ class ToolCallParser:
         if scanner.is_done or scanner.is_broken:
             self._scanner = None
         return bool(self._text)
+
+    def _may_call(self, name: str) -> bool:
+        if name in self._denied:
+            return False
+        if self._in_marks:
+            return True
+        if name not in self._strict:
+            self._is_held = False
+            return name in self._tool_names
+        return self._is_held and re.match(bare_beginning(name), self._held) is not None
 
     def _announce(self, name: str) -> None:
         self._is_announced = True

@@ -8,9 +8,11 @@ from typing import Any
 
 from spolia.engine import AsyncEngine, SamplingParams, StructuredOutput
 from spolia.errors import InvalidRequest
+from spolia.generation import ReasoningSplitter
 from spolia.models import Model
 from spolia.server.toolcalls.formats import FORMATS, Format, format_of
 from spolia.server.toolcalls.parser import ToolCallParser
+from spolia.server.toolcalls.strict import call_grammar
 
 __all__ = ["ToolUse"]
 
@@ -79,32 +81,52 @@ class ToolUse:
             self.format(model),
             offered,
             denied=offered.difference(self.names),
+            strict=self.strict_names,
             one_call=not self.parallel or self.must_call,
             begun_with=self.beginning(model),
         )
 
-    def params(self, params: SamplingParams, model: Model) -> SamplingParams:
-        """With the marks of calls in the text, where they are special tokens, and the form of a call that must be."""
+    @property
+    def _callable(self) -> list[dict[str, Any]]:
+        return [tool for tool in self.tools if tool["function"]["name"] in self.names]
+
+    @property
+    def strict_names(self) -> list[str]:
+        """Of the tools that may be called, those whose arguments must be of their schema."""
+        return [tool["function"]["name"] for tool in self._callable if tool["function"].get("strict")]
+
+    def params(self, params: SamplingParams, model: Model, thoughts: ReasoningSplitter | None = None) -> SamplingParams:
+        """With the marks of calls in the text, where they are special tokens, and the form of calls that must be, or
+        that are to be strict.
+        """
         format_ = self.format(model)
         if format_.is_special:
             params = replace(params, skip_special_tokens=False)
         if not self.must_call:
-            return params
+            if not self.strict_names or params.structured_outputs is not None:
+                return params
+            grammar = call_grammar(format_, self._callable, model.tokenizer, thoughts)
+            return replace(params, structured_outputs=StructuredOutput.of({"grammar": grammar}))
         if params.structured_outputs is not None:
             raise InvalidRequest(
                 "a call must be made and the answer have a form of its own: it cannot be both; send tool_choice auto",
                 param="tool_choice",
             )
-        tools = [tool for tool in self.tools if tool["function"]["name"] in self.names]
-        return replace(params, structured_outputs=StructuredOutput.of({"json": format_.call_schema(tools)}))
+        form = StructuredOutput.of({"json": format_.call_schema(self._callable)})
+        return replace(params, structured_outputs=form)
 
-    async def prepare(self, params: SamplingParams, engine: AsyncEngine) -> SamplingParams:
+    async def prepare(
+        self, params: SamplingParams, engine: AsyncEngine, thoughts: ReasoningSplitter | None = None
+    ) -> SamplingParams:
         """`params` with all that the use of tools needs, and its form compiled.
+
+        Args:
+            thoughts: what will tell the reply's thoughts from the rest.
 
         Raises:
             InvalidRequest: a tool's schema cannot be compiled.
         """
-        params = self.params(params, engine.model)
+        params = self.params(params, engine.model, thoughts)
         try:
             await engine.prepare(params)
         except InvalidRequest as error:

@@ -1,0 +1,132 @@
+"""A grammar that waits: any text until a call begins, and from there on a call of one of the tools, held to its schema.
+
+    thoughts   bare calls   text   opening mark   call   closing mark   text
+    ----------------------------------------------                      ----
+    as they come, until a lazy lexeme has found its end                 and so on
+
+An answer that calls no tool meets no constraint but that it is UTF-8. Where a format has no closing mark, nothing but
+more calls comes after a call. A bare call is one without marks, which small models make: see the parser.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spolia.generation import ReasoningSplitter, json_rule
+from spolia.models import Tokenizer
+from spolia.server.toolcalls.formats import Format
+
+__all__ = ["bare_beginning", "call_grammar"]
+
+_S = r"[ \t\r\n]{0,32}"
+_BETWEEN = r"([\[\],; \t\r\n]|```json|```)*"
+
+
+def bare_beginning(name: str) -> str:
+    """A regular expression for how a bare call of this tool begins; one that begins otherwise is none."""
+    return rf'{_BETWEEN}\{{{_S}"name"{_S}:{_S}{_literal(json.dumps(name, ensure_ascii=False))}'
+
+
+def call_grammar(
+    format_: Format,
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    thoughts: ReasoningSplitter | None = None,
+) -> str:
+    """Lark, as llguidance has it.
+
+    Args:
+        tools: those that may be called, as OpenAI describes them. The arguments of strict ones are held to their
+            schemas, those of others to be an object.
+        thoughts: what tells the reply's thoughts, in which no call begins, from the rest; None where there are none.
+    """
+    marks = _Marks(tokenizer, format_)
+    strict = [tool["function"] for tool in tools if tool["function"].get("strict")]
+    bare = " | ".join(f"bare_{index}" for index in range(len(strict)))
+    rules = [
+        "%llguidance {}",
+        f"reply: ({bare})* rest",
+        "rest: piece* end",
+        *_pieces("", "TEXT", marks),
+        r"TEXT: /(.|\n)*/",
+        f"SPACE: /{_S}/",
+        f"SEPARATOR: /{_S}[;,]?{_S}/",
+        f"calls: {_calls(marks)}",
+        f"call: {json_rule(format_.call_schema(tools, strict_only=True))}",
+        *_start(bare, thoughts, marks),
+    ]
+    for index, function in enumerate(strict):
+        arguments = json_rule(function.get("parameters") or {"type": "object"})
+        rules += [
+            f'bare_{index}: bare_begun_{index} /{_S},{_S}"{format_.argument_key}"{_S}:{_S}/ {arguments} /{_S}\\}}/',
+            f"bare_begun_{index}[lazy]: /{bare_beginning(function['name'])}/",
+        ]
+    return "\n".join(rules)
+
+
+class _Marks:
+    """A format's marks as a vocabulary has them: special tokens, or text, or either."""
+
+    def __init__(self, tokenizer: Tokenizer, format_: Format) -> None:
+        self.format = format_
+        marks = {mark.encode(): mark for mark in (format_.opening, format_.closing) if mark}
+        spelt = {id_: marks.get(tokenizer.token_bytes(id_)) for id_ in tokenizer.special_ids}
+        self._tokens = {mark: f"<[{id_}]>" for id_, mark in spelt.items() if mark is not None}
+        others = sorted(id_ for id_, mark in spelt.items() if mark is None and id_ not in tokenizer.end_ids)
+        self.others = f"<[{','.join(map(str, others))}]>" if others else None
+
+    def token(self, mark: str) -> str | None:
+        return self._tokens.get(mark)
+
+
+def _pieces(suffix: str, text: str, marks: _Marks) -> list[str]:
+    """What replies are made of, and what they end with, where `text` is the lexeme of their text."""
+    format_ = marks.format
+    pieces = [f"{text} {marks.others}"] if marks.others else []
+    ends = [text]
+    (pieces if format_.closing else ends).append(f"opened{suffix} calls")
+    token = marks.token(format_.opening)
+    return [
+        f"piece{suffix}: {' | '.join(pieces or [text + ' ' + text])}",
+        f"end{suffix}: {' | '.join(ends)}",
+        f"opened{suffix}: opened_text{suffix}" + (f" | {text} {token}" if token else ""),
+        f"opened_text{suffix}[lazy]: {text} {json.dumps(format_.opening)}",
+    ]
+
+
+def _calls(marks: _Marks) -> str:
+    """From after an opening mark to after its closing one, or to the reply's end."""
+    format_ = marks.format
+    calls = "SPACE call" if format_.closing else "SPACE call (SEPARATOR call)*"
+    if format_.in_list:
+        opening = "" if format_.opening.endswith("[") else 'SPACE "["'
+        calls = f'{opening} SPACE call (SPACE "," SPACE call)* SPACE "]"'
+    if not format_.closing:
+        return f"{calls} SPACE"
+    token = marks.token(format_.closing)
+    return f"{calls} SPACE ({json.dumps(format_.closing)}{' | ' + token if token else ''})"
+
+
+def _start(bare: str, thoughts: ReasoningSplitter | None, marks: _Marks) -> list[str]:
+    """What comes before the reply: thoughts up to their end, which may not come."""
+    if thoughts is None:
+        return ["start: reply"]
+    closing = _literal(thoughts.closing)
+    if thoughts.is_inside:
+        return ["start: thoughts reply | TEXT", rf"thoughts[lazy]: /(.|\n)*{closing}/"]
+    opening = rf"[ \t\r\n]*{_literal(thoughts.opening)}(.|\n)*"
+    return [
+        f"start: thoughts reply | THOUGHTS | ({bare})+ rest | piece_first rest | end_first",
+        f"thoughts[lazy]: /{opening}{closing}/",
+        f"THOUGHTS: /{opening}/",
+        rf"FIRST: /(.|\n)*/ & ~/{opening}/",
+        *_pieces("_first", "FIRST", marks),
+    ]
+
+
+def _literal(text: str) -> str:
+    """A regular expression for `text`, between slashes."""
+    return re.escape(text).replace("/", r"\/")

@@ -1,0 +1,264 @@
+"""Strict tools that may be called: each call has the form of its schema, and no answer changes otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jsonschema
+import numpy as np
+import openai
+import pytest
+from anthropic import Anthropic
+from llguidance import LLMatcher
+from openai import OpenAI
+
+from engine.toy import EOS
+from spolia.generation import ReasoningSplitter, StructuredOutput, Vocabulary
+from spolia.server.toolcalls import FORMATS, Format, ToolCallParser, gather
+from spolia.server.toolcalls.strict import call_grammar
+
+from .harness import ChattyToy, TextTokenizer, ThinkingTemplate, scripted_engine, serving
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+def tool(name: str, *, strict: bool) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": strict}}
+
+
+TOOLS = [tool("weather", strict=True), tool("time", strict=False)]
+
+
+@dataclass
+class MarkedTokenizer(TextTokenizer):
+    """Bytes, an end, and special tokens: some marks, and one that is none."""
+
+    marks: tuple[bytes, ...] = ()
+
+    @property
+    def special_ids(self) -> frozenset[int]:  # type: ignore[override]
+        return frozenset(range(EOS, EOS + 1 + len(self.marks)))
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id >= EOS
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.marks[token_id - EOS - 1] if token_id > EOS else super().token_bytes(token_id)
+
+
+class Walk:
+    """A reply that grows under the grammar."""
+
+    def __init__(self, format_: Format, thoughts: ReasoningSplitter | None = None) -> None:
+        marks = tuple(mark.encode() for mark in (format_.opening, format_.closing) if mark and format_.is_special)
+        self.tokenizer = MarkedTokenizer((*marks, b"<|other|>"))
+        vocabulary = Vocabulary(
+            EOS + 2 + len(marks),
+            eos_token_ids=[EOS],
+            encode=self.tokenizer.encode,
+            token_bytes=self.tokenizer.token_bytes,
+            is_special=self.tokenizer.is_special,
+        )
+        grammar = call_grammar(format_, TOOLS, self.tokenizer, thoughts)  # type: ignore[arg-type]
+        self._matcher: LLMatcher = vocabulary.grammars.compile(StructuredOutput(grammar=grammar))._matcher
+        self._size = vocabulary.size
+        self.ids: list[int] = []
+
+    def allowed(self) -> list[int]:
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        return [int(id_) for id_ in np.flatnonzero(bits[: self._size])]
+
+    def may_end(self) -> bool:
+        return self._matcher.is_accepting()
+
+    def take(self, ids: Sequence[int]) -> bool:
+        """Go on with all of them, or as far as it is allowed; whether it was all."""
+        for id_ in ids:
+            if id_ not in self.allowed():
+                return False
+            self._matcher.consume_token(id_)
+            self.ids.append(id_)
+        return True
+
+    @property
+    def text(self) -> str:
+        return self.tokenizer.decode(self.ids, skip_special=False)
+
+
+def calls_of(format_: Format, text: str, splitter: ReasoningSplitter | None = None) -> list[tuple[str, str]]:
+    parser = ToolCallParser(format_, {"weather", "time"}, strict={"weather"})
+    if splitter is not None:
+        text = splitter.feed(text).content + splitter.finish().content
+    _, calls = gather([*parser.feed(text), *parser.finish()])
+    return [(call.name, call.arguments) for call in calls]
+
+
+@pytest.mark.parametrize("family", FORMATS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Just words, é and 🙂.\r\n\0",
+        "1 < 2, and <tool_c",
+        "import functools, then [TOOL_",
+        '{"city": "Rome"}',
+        '```json\n{"name": "Ada", "arguments": 5}\n```',
+        '[{"name": "time", "arguments": 5}]',
+        'I would say {"name": "weather", "arguments": 5}.',
+        "<think>hm",
+    ],
+)
+def test_an_answer_that_calls_nothing_is_met_by_no_constraint(family, text):
+    walk = Walk(FORMATS[family])
+    for id_ in text.encode():
+        allowed = walk.allowed()
+        assert {*range(32, 127), EOS, walk._size - 1} <= {*allowed} or not walk.may_end()
+        assert walk.take([id_]), walk.text
+    assert walk.take([walk._size - 1])  # a special token that is no mark
+    assert walk.may_end()
+
+
+@pytest.mark.parametrize("family", FORMATS)
+@pytest.mark.parametrize("thinks", [None, "may", "does"])
+def test_whatever_a_model_writes_the_calls_of_strict_tools_are_of_their_schema(family, thinks):
+    format_, rng = FORMATS[family], random.Random(f"{family} {thinks}")
+    arguments = [
+        '{"city": "Rome", "days": 2}',
+        '{"days": 2, "city": "Rome"}',
+        '{"city": "}\\"{", "days": 10}',
+        '"{}"',
+        "null",
+        "{}",
+        "[]",
+    ]
+    names = ['"weather"', '"wea\\u0074her"', '"time"', '"other"']
+    key = format_.argument_key
+    pool = [
+        *"[],; \n{}", "```json\n", "```", "<think>", "</think>", "weather", "[ARGS]", "Words. ", '"name": ',
+        f'"{key}": ', '"parameters": ', '"type": "function", "function": {', format_.closing,
+        *[format_.opening] * 6, *[f'{{"name": "weather", "{key}": '] * 5, *arguments, *names,
+        *(f'{{"name": {name}, "{key}": {each}}}' for name in names for each in arguments),
+        *(f'{{"{key}": {each}, "name": {name}}}' for name in names for each in arguments),
+    ]  # fmt: skip
+    num_strict = 0
+    for _ in range(60):
+        make = lambda: None if thinks is None else ReasoningSplitter(is_open=thinks == "does")  # noqa: E731
+        walk = Walk(format_, make())
+        if thinks == "does" and rng.random() < 0.7:
+            walk.take(b"hm</think>")
+        for _ in range(12):
+            chunk = rng.choice(pool)
+            ids = list(chunk.encode())
+            if chunk.encode() in walk.tokenizer.marks and rng.random() < 0.5:
+                ids = [EOS + 1 + walk.tokenizer.marks.index(chunk.encode())]
+            if not walk.take(ids) and (allowed := walk.allowed()):
+                walk.take([rng.choice(allowed)])
+        for _ in range(400):  # to an end: what is forced first, or else whatever closes things
+            if walk.may_end() or not (allowed := walk.allowed()):
+                break
+            wanted = [id_ for id_ in b'"}]' if id_ in allowed]
+            walk.take([rng.choice(wanted or allowed)])
+        if not walk.may_end():
+            continue
+        for name, said in calls_of(format_, walk.text, make()):
+            if name == "weather":
+                num_strict += 1
+                assert VALIDATOR.is_valid(json.loads(said)), walk.text
+    assert num_strict > 5
+
+
+ROME = '{"city": "Rome", "days": 2}'
+WRONG = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+SCRIPT = {
+    "user: rome": f'Yes.\n<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>',
+    "user: wrong": f"Yes.\n{WRONG}",
+    "user: bare": '```json\n{"name": "weather", "arguments": {"city": "Rome"}}\n```',
+    "user: think": f"<think>\nI could say {WRONG}, but no.\n</think>\n\nHello.",
+    "user: hello": "Hello! 1 < 2.",
+}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    sizes: dict[str, Any] = {"num_blocks": 256, "max_context": 2048}
+    engines = {
+        "toy": scripted_engine(SCRIPT, **sizes),
+        "thinker": scripted_engine(SCRIPT, ChattyToy(chat_template=ThinkingTemplate()), **sizes),
+    }
+    with serving(engines) as url:
+        yield url
+    for engine in engines.values():
+        asyncio.run(engine.aclose())
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def chat(client: OpenAI, question: str, model: str = "toy", tools: Any = TOOLS) -> Any:
+    messages: Any = [{"role": "user", "content": question}]
+    return client.chat.completions.create(
+        model=model, messages=messages, tools=tools, temperature=0, max_tokens=600, logprobs=True
+    ).choices[0]
+
+
+@pytest.mark.parametrize("question", ["wrong", "bare"])
+def test_a_call_that_would_be_wrong_is_held_to_its_schema(client, question):
+    (call,) = chat(client, question).message.tool_calls
+    assert call.function.name == "weather"
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+    loose = [tool(name, strict=False) for name in ("weather", "time")]
+    (call,) = chat(client, question, tools=loose).message.tool_calls
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+
+
+def test_a_call_that_is_right_and_an_answer_without_one_are_what_they_were(client):
+    loose = [tool(name, strict=False) for name in ("weather", "time")]
+    for question, model in (("rome", "toy"), ("hello", "toy"), ("hello", "thinker"), ("think", "thinker")):
+        strict, other = chat(client, question, model), chat(client, question, model, loose)
+        assert strict.message.content == other.message.content
+        assert strict.finish_reason == other.finish_reason
+        if question != "rome":  # a call's tokens have no other way to go
+            assert strict.logprobs == other.logprobs
+        told = [[call.function for call in choice.message.tool_calls or ()] for choice in (strict, other)]
+        assert told[0] == told[1]
+
+
+def test_the_other_apis_strict_tools_are_held_too(client, url):
+    given: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
+    response = client.responses.create(model="toy", input="wrong", tools=given, temperature=0)
+    call = response.output[-1]
+    assert call.type == "function_call"
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    with Anthropic(base_url=url, api_key="none", max_retries=0) as anthropic:
+        message = anthropic.messages.create(
+            model="toy",
+            max_tokens=600,
+            messages=[{"role": "user", "content": "wrong"}],
+            tools=[{"name": "weather", "input_schema": SCHEMA, "strict": True}],
+        )
+    block = message.content[-1]
+    assert block.type == "tool_use"
+    jsonschema.validate(block.input, SCHEMA)
+
+
+def test_a_schema_that_cannot_be_held_is_refused_by_name(client):
+    bad = {"type": "function", "function": {"name": "it", "strict": True, "parameters": {"type": "nonsense"}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, "hello", tools=[bad])
+    assert refused.value.param == "tools"
