@@ -174,8 +174,9 @@ class BlockPool:
         self._rounded[target, :num_tokens] = self._rounded[source, :num_tokens]
 
     def unmark(self, block_id: int, first_slot: int) -> None:
-        """The slots from `first_slot` on will be written anew."""
+        """The slots from `first_slot` on will be written anew: they are not what they were, nor is the block."""
         self._rounded[block_id, first_slot:] = False
+        self._tags[block_id] = None
 
     def rounded(self, ids: Ids) -> NDArray[np.bool_]:
         """bool `[len(ids), block_size]`: whether each slot's content is not quite what was computed."""
