@@ -108,6 +108,36 @@ class World:
         self.cache.commit(sequence.lease, sequence.token_ids[start:stop])
         return True
 
+    def bring_in(self, token_ids, namespace: bytes = b"ns", num_spare: int = 0) -> bool:
+        """As a restore of whole blocks that has, of window groups, what the end looks at and `num_spare` blocks before.
+
+        Returns:
+            Whether there was room.
+        """
+        ids = np.asarray(token_ids, np.int32)
+        stop = len(ids) // BLOCK
+        lease = self.cache.open_restore(namespace, np.append(ids[: stop * BLOCK], np.int32(0)), whole_blocks=True)
+        sequence = Running(namespace, ids[: stop * BLOCK], lease)
+        start, is_taken = lease.num_computed_tokens, True
+        assert start % BLOCK == 0
+        if start < stop * BLOCK:
+            groups = range(len(self.memory))
+            firsts = [max(0, self.cache.first_needed_block(group, stop * BLOCK) - num_spare) for group in groups]
+            firsts = [
+                0 if spec.window is None else first for spec, first in zip(self.cache.groups, firsts, strict=True)
+            ]
+            is_taken = self.cache.grow_sparse(lease, stop * BLOCK, firsts)
+            if is_taken:
+                for group, memory in enumerate(self.memory):
+                    for index in range(max(start // BLOCK, firsts[group]), stop):
+                        block = lease.block_table(group)[index]
+                        memory[block] = sequence.digests[index * BLOCK : (index + 1) * BLOCK]
+                self.check_memory()
+                self.cache.commit(lease, sequence.token_ids[start:])
+                assert self.cache.probe(namespace, np.append(sequence.token_ids, np.int32(0))) == stop * BLOCK
+        lease.close()
+        return is_taken
+
     def read_window(self, sequence: Running, group: int, position: int) -> None:
         """A token at `position` reads its own sequence's KV, whole and right."""
         window = self.cache.groups[group].window

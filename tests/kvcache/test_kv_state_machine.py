@@ -88,6 +88,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.cache.grow(sequence.lease, sequence.lease.num_computed_tokens + size)
         self.world.close(sequence)
 
+    @rule(base=PICK, keep=PICK, tail=TOKENS, namespace=NAMESPACES, num_spare=st.integers(0, 2))
+    def bring_in(self, base, keep, tail, namespace, num_spare):
+        base = self.prompts[base % len(self.prompts)]
+        prompt = np.append(base[: keep % (len(base) + 1)], np.array(tail, np.int32)).astype(np.int32)[:100]
+        self.prompts = [*self.prompts[-20:], prompt]
+        self.world.bring_in(prompt, namespace, num_spare)
+
     @rule(sizes=st.tuples(st.integers(1, 14), st.integers(1, 11)))
     def resize(self, sizes):
         cache = self.world.cache

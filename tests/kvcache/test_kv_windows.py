@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from kvcache_world import BLOCK, World
 
+from spolia.errors import LeaseError
 from spolia.kvcache import GroupSpec, MissReason
 
 SIZES = [
@@ -105,3 +106,46 @@ def test_shared_prefixes_rarely_need_a_search_for_room():
     world.check()
     assert world.cache.stats.num_evicted_blocks > 300
     assert world.cache.stats.num_rescans <= 3
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 40])
+@pytest.mark.parametrize("num_spare", [0, 1, 100])
+def test_what_is_brought_in_without_what_a_window_has_passed_takes_no_room_for_it_and_goes_on(window, num_spare):
+    world = World(GroupSpec(64), GroupSpec(64, window=window))
+    assert world.bring_in(tokens(200), num_spare=num_spare)
+    needed = max(0, 192 - window + 1) // BLOCK
+    assert world.cache.ledger()[1].cached == 12 - max(0, needed - num_spare)
+    assert world.remember(tokens(220)) == 192
+    assert world.remember(tokens(220)) == 219
+
+
+def test_bringing_in_the_end_mends_nothing_before_it_and_breaks_nothing():
+    """What is known ends inside the last block that is brought in, in a leaf that others go on from."""
+    world = World(GroupSpec(64), GroupSpec(64, window=20))
+    world.remember(tokens(100))
+    running = world.compute(tokens(100))
+    assert world.bring_in(tokens(160))
+    world.check()
+    running.append(100)
+    assert world.step(running)
+    world.check()
+    world.close(running)
+    assert world.cache.probe(b"ns", tokens(161)) == 160
+
+
+def test_what_an_end_needs_is_not_brought_in_without_it():
+    world = World(GroupSpec(64), GroupSpec(64, window=40))
+    with world.cache.open_restore(b"ns", tokens(161), whole_blocks=True) as lease:
+        with pytest.raises(LeaseError, match="group 1 has nothing before block 8"):
+            world.cache.grow_sparse(lease, 160, (0, 8))
+        with pytest.raises(LeaseError, match="group 0 has nothing before block 1"):
+            world.cache.grow_sparse(lease, 160, (1, 0))
+    world.check()
+
+
+def test_the_window_of_the_last_whole_block_stays_as_long_as_that_of_the_end():
+    world = World(GroupSpec(64), GroupSpec(10, window=32))
+    world.remember(tokens(110), chunk=16)  # the end needs tokens from 79 on, its last whole block's from 65 on
+    world.remember(tokens(90, 1_000), chunk=16)
+    with world.cache.open_restore(b"ns", np.append(tokens(110), 0), whole_blocks=True) as lease:
+        assert lease.num_computed_tokens == 96

@@ -369,7 +369,7 @@ class AsyncEngine:
         """Write what is cached of these tokens to a file; how many tokens, and bytes. Whole blocks only.
 
         Raises:
-            InvalidRequest: the file cannot be written, or a model with sliding windows.
+            InvalidRequest: the file cannot be written, or a part of the KV was rounded.
             Overloaded, Bug: as `generate`.
         """
         namespace = self.namespace(cache_salt)

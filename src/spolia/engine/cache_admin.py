@@ -183,7 +183,7 @@ class CacheAdmin:
         _, keys, num_groups = await self._engine.call(lambda core: _names(core, namespace, token_ids[:num_tokens]))
         num_there = await asyncio.to_thread(tier.count, keys) // num_groups * BLOCK_SIZE
         if num_there < num_tokens:
-            reason = tier.stats.reason or "it has no room for all"
+            reason = tier.stats.reason or "it has no room for all, or memory has no more what a window has passed"
             raise StorageUnavailable(f"tier {to} has {num_there} of {num_tokens} tokens: {reason}")
         if not keep:
             await self._engine.call(lambda core: core.cache.clear_prefix(namespace, token_ids, is_alone=True))

@@ -110,9 +110,10 @@ class KVBlocks:
             # Blocks may have been exchanged for equal ones; those that slid out of a window are the ones written.
             now = lease.block_table(group)[first:last]
             block_ids = np.where(now >= 0, now, before)
-            tags = [self.header(chain, encoding, index, group, token_ids).encode() for index in range(first, last)]
-            self.cache.tag(group, block_ids, tags)
-            self._tiers.offloader.note_committed(group, block_ids, tags)
+            indices = first + np.flatnonzero(block_ids >= 0)  # a file may lack what a window has passed
+            tags = [self.header(chain, encoding, index, group, token_ids).encode() for index in indices.tolist()]
+            self.cache.tag(group, block_ids[indices - first], tags)
+            self._tiers.offloader.note_committed(group, block_ids[indices - first], tags)
 
     def take_in(
         self,

@@ -7,6 +7,7 @@ place, its tokens and its owner.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,32 +25,34 @@ Ids = NDArray[np.int32]
 def take_out(core: EngineCore, namespace: bytes, token_ids: Sequence[int], encoding: Encoding) -> list[bytearray]:
     """What is cached of these tokens, as extents without seals, block by block; a part of a block is left out.
 
+    Of a layer that looks back over a window, memory may no longer have what lies before it: such a block's extent has
+    no payload, and the next token needs none.
+
     Raises:
-        InvalidRequest: there is KV that cannot be written so, or that a window has passed.
+        InvalidRequest: there is KV that cannot be written so.
     """
     blocks, codec = core.tiering.blocks, encoding.codec
     ids = np.asarray(token_ids, np.int32)
     extents = []
-    with blocks.cache.open_restore(namespace, np.append(ids, np.int32(0))) as lease:
+    with blocks.cache.open_restore(namespace, np.append(ids, np.int32(0)), whole_blocks=True) as lease:
         if codec is None and blocks.cache.num_rounded_tokens(lease, lease.num_computed_tokens):
             raise InvalidRequest("a part of this KV was kept in fewer bits, and would come back as if it were exact")
         num_blocks = lease.num_computed_tokens // BLOCK_SIZE
         chain = KeyChain(namespace)
         chain.extend(ids[: num_blocks * BLOCK_SIZE])
+        tables = [blocks.cache.stored_table(lease, group).tolist() for group in range(blocks.num_groups)]
         for index in range(num_blocks):
-            for group, pool in enumerate(blocks.pools):
-                block_id = lease.block_table(group)[index].item()
-                if block_id < 0:
-                    raise InvalidRequest(
-                        "this model looks back over a window, and memory no longer has what lies before it; use "
-                        "`spolia cache export DIR`",
-                        param="prompt",
-                    )
-                payload = pool[block_id] if codec is None else codec.encode(group, pool[block_id])
-                if payload is None:
-                    raise InvalidRequest(f"block {index} cannot be written in so few bits", param="prompt")
-                header = blocks.header(chain, encoding, index, group, ids).encode()
-                extents.append(bytearray(header + payload.tobytes() + bytes(SEAL_BYTES)))
+            for group, (pool, table) in enumerate(zip(blocks.pools, tables, strict=True)):
+                header, payload = blocks.header(chain, encoding, index, group, ids), b""
+                if table[index] < 0:
+                    header = replace(header, payload_bytes=0)
+                else:
+                    block = pool[table[index]]
+                    encoded = block if codec is None else codec.encode(group, block)
+                    if encoded is None:
+                        raise InvalidRequest(f"block {index} cannot be written in so few bits", param="prompt")
+                    payload = encoded.tobytes()
+                extents.append(bytearray(header.encode() + payload + bytes(SEAL_BYTES)))
     return extents
 
 
@@ -65,39 +68,45 @@ def put_in(
     Raises:
         InvalidRequest: they are not all of one conversation from its beginning on, or another model's or owner's.
     """
-    blocks = core.tiering.blocks
+    blocks, cache = core.tiering.blocks, core.tiering.blocks.cache
     num_blocks, stray = divmod(len(parts), blocks.num_groups)
+    num_tokens = num_blocks * BLOCK_SIZE
     ordered = sorted(parts, key=lambda part: (part[0].start, part[0].group))
     ids = np.concatenate([header.ids for header, _ in ordered if header.group == 0] or [np.empty(0, np.int32)])
     chain = KeyChain(namespace)
     chain.extend(ids)
-    for header, payload in ordered:
+    for header, _ in ordered:
         if header.namespace != namespace or header.layout != encoding.layout:
             raise InvalidRequest(
                 f"the file is of another model, KV type, cache salt, API key or instruction set ({header.layout}, and "
                 f"here {encoding.layout}); it is of no use here",
                 param="file",
             )
-        if header.group < blocks.num_groups and payload.nbytes != encoding.payload_bytes[header.group]:
-            raise InvalidRequest(
-                f"the file's blocks are of {payload.nbytes} bytes, and here of {encoding.payload_bytes[header.group]}",
-                param="file",
-            )
     places = [(digest, group) for digest in chain.digests for group in range(blocks.num_groups)]
     if stray or not places or [(header.digest, header.group) for header, _ in ordered] != places:
         raise InvalidRequest("the file holds no conversation from its beginning on, without gaps", param="file")
     payloads = [[payload for header, payload in ordered if header.group == group] for group in range(blocks.num_groups)]
-    num_cached = num_blocks * BLOCK_SIZE
-    with blocks.cache.open_restore(namespace, np.append(ids, np.int32(0))) as lease:
+    first_blocks = []
+    for group, of_group in enumerate(payloads):
+        first = next((index for index, payload in enumerate(of_group) if payload.nbytes), num_blocks)
+        first_blocks.append(min(first, cache.first_needed_block(group, num_tokens)))
+        for payload in of_group[first_blocks[-1] :]:
+            if payload.nbytes != encoding.payload_bytes[group]:
+                raise InvalidRequest(
+                    f"the file's blocks are of {payload.nbytes} bytes, and here of {encoding.payload_bytes[group]}",
+                    param="file",
+                )
+    num_cached = num_tokens
+    with cache.open_restore(namespace, np.append(ids, np.int32(0)), whole_blocks=True) as lease:
         start = lease.num_computed_tokens
-        if start < num_cached and blocks.cache.grow(lease, num_cached) is None:
+        if start < num_tokens and not cache.grow_sparse(lease, num_tokens, first_blocks):
             num_cached = start
-        elif start < num_cached:
-            first = start // BLOCK_SIZE
+        elif start < num_tokens:
             for group, of_group in enumerate(payloads):
+                first = max(start // BLOCK_SIZE, first_blocks[group])
                 decoded = (blocks.decoded(encoding, group, payload) for payload in of_group[first:])
                 table = lease.block_table(group)[first:num_blocks]
                 blocks.fill(group, table, decoded, is_rounded=encoding.codec is not None)
-            blocks.commit(lease, chain, blocks.usual, ids, start, num_cached)
+            blocks.commit(lease, chain, blocks.usual, ids, start, num_tokens)
     core.note_other_work(0)
     return ids, num_cached

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from spolia.engine.kv_blocks import KVBlocks
 from spolia.engine.tiers_in_use import TiersInUse
-from spolia.errors import InvalidRequest
 from spolia.kernels import BLOCK_SIZE
 from spolia.tiers import KeyChain, Restore
 
@@ -167,6 +166,8 @@ class Transfers:
     def send(self, namespace: bytes, token_ids: Seq[int], tier: str) -> int:
         """Have what the device has of these tokens written to a tier, whatever is written there by itself.
 
+        What lies before a window is, as far as the device still has it.
+
         Returns:
             How many tokens that are.
 
@@ -177,18 +178,13 @@ class Transfers:
         blocks, encoding = self._blocks, self._blocks.usual
         ids = np.asarray(token_ids, np.int32)
         chain = KeyChain(namespace)
-        with blocks.cache.open_restore(namespace, np.append(ids, np.int32(0))) as lease:
-            num_blocks = lease.num_computed_tokens // BLOCK_SIZE
-            tables = [lease.block_table(group)[:num_blocks].copy() for group in range(blocks.num_groups)]
-            if any((table < 0).any() for table in tables):
-                raise InvalidRequest(
-                    "this model looks back over a window, and memory no longer has what lies before it; use "
-                    "`spolia cache export DIR`",
-                    param="prompt",
-                )
-            chain.extend(ids[: num_blocks * BLOCK_SIZE])
-            for group, table in enumerate(tables):
-                tags = [blocks.header(chain, encoding, index, group, ids).encode() for index in range(num_blocks)]
-                blocks.cache.tag(group, table, tags)
-                self._tiers.offloader.send(target, group, table, tags)
-        return num_blocks * BLOCK_SIZE
+        with blocks.cache.open_restore(namespace, np.append(ids, np.int32(0)), whole_blocks=True) as lease:
+            num_tokens = lease.num_computed_tokens
+            chain.extend(ids[:num_tokens])
+            for group in range(blocks.num_groups):
+                table = blocks.cache.stored_table(lease, group)
+                indices = np.flatnonzero(table >= 0)
+                tags = [blocks.header(chain, encoding, index, group, ids).encode() for index in indices.tolist()]
+                blocks.cache.tag(group, table[indices], tags)
+                self._tiers.offloader.send(target, group, table[indices], tags)
+        return num_tokens

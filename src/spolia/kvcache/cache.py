@@ -175,13 +175,20 @@ class KVCache:
         lease.to_count = "resumed" if resumed else "asked"
         return lease
 
-    def open_restore(self, namespace: bytes, token_ids: ArrayLike) -> Lease:
+    def open_restore(self, namespace: bytes, token_ids: ArrayLike, *, whole_blocks: bool = False) -> Lease:
         """Hold what is known of tokens whose KV is about to be brought in from elsewhere: nobody's request, no hit.
 
         `grow` and `commit` it as any lease. The copies that `grow` asks for need not be made if the blocks they go to
         are written whole.
+
+        Args:
+            whole_blocks: what can be reused of whole blocks alone.
         """
-        path, hit = self._look_up(namespace, _as_ids(token_ids))
+        ids = _as_ids(token_ids)
+        path, hit = self._look_up(namespace, ids)
+        while whole_blocks and hit.num_tokens % self.block_size:
+            ids = ids[: hit.num_tokens // self.block_size * self.block_size + 1]
+            path, hit = self._look_up(namespace, ids)
         return self._hold(Beneficiary("restore", namespace), path, hit, ())
 
     def _hold(
@@ -226,7 +233,43 @@ class KVCache:
         if num_tokens <= lease.num_reserved_tokens:
             self._count(lease)
             return []
-        num_new = self._tree.num_blocks(num_tokens) - self._tree.num_blocks(lease.num_reserved_tokens)
+        num_new = [self._tree.num_blocks(num_tokens) - lease.tables[0].size] * len(self._pools)
+        return self._reserve(lease, num_new)
+
+    def grow_sparse(self, lease: Lease, num_tokens: int, first_blocks: Sequence[int]) -> bool:
+        """As `grow`, for content of which a window group has nothing before some block: there, it gets tombstones.
+
+        Args:
+            lease: one that ends at a block's end.
+            first_blocks: by group, the first block that there is: 0 in full groups, in window groups none that the
+                token after `num_tokens` looks at comes before it.
+
+        Returns:
+            Whether there was room.
+        """
+        self._require(lease)
+        size = lease.tables[0].size
+        num_new = self._tree.num_blocks(num_tokens) - size
+        if num_new <= 0 or lease.tail_is_shared:
+            raise LeaseError(f"from {lease.num_reserved_tokens} to {num_tokens} tokens there are no whole blocks")
+        for group, first in enumerate(first_blocks):
+            if first > self._tree.first_needed_block(group, num_tokens):
+                raise LeaseError(f"group {group} has nothing before block {first}, which {num_tokens} tokens need")
+        num_gone = [min(max(0, first - size), num_new) for first in first_blocks]
+        if not self._make_room(lease, [num_new - gone for gone in num_gone]):
+            self.stats.num_refused_grows += 1
+            return False
+        for group, first in enumerate(first_blocks):
+            if first > size:
+                lowest = lease.first_blocks[group]
+                self._let_go(lease, group, size)
+                self._offer(lease.cursor.node, lowest)
+                lease.tables[group].extend(np.full(num_gone[group], -1, np.int32))
+                lease.first_blocks[group] = first
+        return self._reserve(lease, [num_new - gone for gone in num_gone]) is not None
+
+    def _reserve(self, lease: Lease, num_new: Sequence[int]) -> list[BlockCopy] | None:
+        """Take `num_new` blocks in each group, with what they need to be writable; None if there is no room."""
         if not self._make_room(lease, num_new):
             self.stats.num_refused_grows += 1
             return None
@@ -237,7 +280,7 @@ class KVCache:
             if ids is None:
                 raise Bug(f"group {group} has fewer than {count} free blocks after room was made")
             table = lease.tables[group]
-            if count > num_new:
+            if count > num_new[group]:
                 shared, own, ids = table.view[-1:].copy(), ids.item(0), ids[1:]
                 table.view[-1] = own
                 lease.borrowed.append((group, shared))
@@ -307,6 +350,18 @@ class KVCache:
             self._hold_to_quota(lease.beneficiary.namespace)
 
     # -- What other tiers need -----------------------------------------------------------------------------------------
+
+    def first_needed_block(self, group: int, num_tokens: int) -> int:
+        """The first block of so many tokens that the token after them looks at in this group."""
+        return self._tree.first_needed_block(group, num_tokens)
+
+    def stored_table(self, lease: Lease, group: int) -> Ids:
+        """As the lease's block table, of its whole committed blocks, with those, too, that slid out of a window and
+        are still there. Only until the next call."""
+        self._require(lease)
+        num_tokens = lease.num_computed_tokens
+        path = list(lease.cursor.node.ancestry())[::-1]
+        return self._tree.path_table(path, group, 0, num_tokens)[: num_tokens // self.block_size]
 
     def tag(self, group: int, block_ids: Ids, tags: Sequence[Tag]) -> None:
         """Say what the content of whole, committed blocks is called elsewhere. Forgotten when a block is taken anew."""
@@ -673,30 +728,30 @@ class KVCache:
         if lease not in self._leases:
             raise LeaseError("this lease belongs to another cache")
 
-    def _make_room(self, lease: Lease, num_new: int) -> bool:
+    def _make_room(self, lease: Lease, num_new: Sequence[int]) -> bool:
         """Evict until the lease can take `num_new` blocks in each group, and what it needs to copy to."""
-        if any(num_new > pool.num_free + pool.num_cached for pool in self._pools):
+        if any(count > pool.num_free + pool.num_cached for count, pool in zip(num_new, self._pools, strict=True)):
             return False  # hopeless: evict nothing in vain
         self._pins.lift_expired()
         if self._retention.owners:
-            self._hold_to_quota(lease.beneficiary.namespace, num_new * self.block_size)
+            self._hold_to_quota(lease.beneficiary.namespace, max(num_new) * self.block_size)
         if self._evictor.make_room(self._num_to_take(lease, num_new), lease.beneficiary):
             return True
         return self._claim_tail(lease) and self._evictor.make_room(self._num_to_take(lease, num_new), lease.beneficiary)
 
-    def _num_to_take(self, lease: Lease, num_new: int) -> list[int]:
+    def _num_to_take(self, lease: Lease, num_new: Sequence[int]) -> list[int]:
         """Blocks to take per group: the new ones, and one to copy the shared last block to, where it must be copied.
 
         Where nobody but this lease and the tree holds that block, and the tree has no more tokens in it than the lease,
         the lease becomes its writer instead: nobody could tell the difference.
         """
         if not lease.tail_is_shared:
-            return [num_new] * len(self._pools)
+            return list(num_new)
         cursor = lease.cursor
         ends_here = not cursor.node.children and cursor.node.end == cursor.position
         return [
-            num_new + (not ends_here or pool.num_leases(table.view[-1:]).item() > 1)
-            for pool, table in zip(self._pools, lease.tables, strict=True)
+            count + (not ends_here or pool.num_leases(table.view[-1:]).item() > 1)
+            for count, pool, table in zip(num_new, self._pools, lease.tables, strict=True)
         ]
 
     def _claim_tail(self, lease: Lease) -> bool:
@@ -721,13 +776,17 @@ class KVCache:
             first = lease.first_blocks[group]
             needed = self._tree.first_needed_block(group, lease.num_computed_tokens)
             if needed > first:
-                gone = lease.tables[group].view[first:needed]
-                self._pools[group].release(gone)
-                gone[:] = -1
-                lease.first_blocks[group] = needed
+                self._let_go(lease, group, needed)
                 lowest = first if lowest is None else min(lowest, first)
         if lowest is not None:
             self._offer(lease.cursor.node, lowest)
+
+    def _let_go(self, lease: Lease, group: int, stop: int) -> None:
+        """Release a lease's blocks before block `stop` of a window group."""
+        gone = lease.tables[group].view[lease.first_blocks[group] : stop]
+        self._pools[group].release(gone)
+        gone[:] = -1
+        lease.first_blocks[group] = stop
 
     def _offer(self, node: RadixNode, first_block: int) -> None:
         """A lease let go of blocks from `first_block` on, on the path down to `node`: they may be evictable now."""

@@ -114,8 +114,13 @@ class Evictor:
         return min(node.end, self._tree.num_blocks(node.floor) * self._tree.block_size)
 
     def interior(self, node: RadixNode, group: int) -> int:
-        """So many of the node's blocks lie before the window of its end in this window group."""
-        return max(0, self._tree.first_needed_block(group, node.end) - node.start // self._tree.block_size)
+        """So many of the node's blocks lie before the window of its end in this window group.
+
+        That of its last whole block's end, which is where it can be kept elsewhere.
+        """
+        block_size = self._tree.block_size
+        end = node.end // block_size * block_size
+        return max(0, self._tree.first_needed_block(group, end) - node.start // block_size)
 
     def unleased(self, node: RadixNode, group: int, stop: int) -> NDArray[np.intp]:
         """Indices, among the node's first `stop` entries, of blocks that no lease holds."""

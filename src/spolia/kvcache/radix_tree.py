@@ -277,6 +277,7 @@ class RadixTree:
           4. The node ends here and others branch off (or it is the root, or sealed): a new child.
 
         `tables` are the lease's block ids by group; blocks of which the tree has an equal are exchanged for the tree's.
+        Where a window group has none, -1, the tree gets a tombstone.
 
         Returns:
             How many of the tokens the tree already had.
@@ -317,10 +318,14 @@ class RadixTree:
             blocks = leaf.blocks[group]
             new = table.view[first:stop]
             if start % self.block_size:  # the writer's block has all that ours has in it, and more
+                if new.item(0) < 0:  # ours has not what it would stand for now
+                    last = blocks.view[-1:]
+                    self.pools[group].drop(last[last >= 0])
+                    last[:] = -1
                 self._replace_last_block(leaf, group, new[:1])
                 new = new[1:]
             if len(new):
-                self.pools[group].keep(new)
+                self.pools[group].keep(new[new >= 0])
                 blocks.extend(new)
         self._retention.resized(leaf, len(token_ids))
         self._events.stored(leaf.namespace, leaf.branch, leaf.branch, start, token_ids)
@@ -330,7 +335,7 @@ class RadixTree:
         first, stop = start // self.block_size, self.num_blocks(end)
         blocks = [IntBuffer(table.view[first:stop]) for table in tables]
         for pool, ids in zip(self.pools, blocks, strict=True):
-            pool.keep(ids.view)
+            pool.keep(ids.view[ids.view >= 0])
         self._num_branches += 1
         edge = bytearray(token_ids.tobytes())
         child = RadixNode(parent.namespace, parent, start, end, edge, blocks, self._num_branches, key=parent.key)
@@ -355,11 +360,11 @@ class RadixTree:
         for pool, table, blocks in zip(self.pools, tables, node.blocks, strict=True):
             theirs = table.view[first:last]
             ours = blocks.view[first - offset : last - offset]
-            gaps = np.flatnonzero(ours[:complete] < 0)
+            gaps = np.flatnonzero((ours[:complete] < 0) & (theirs[:complete] >= 0))
             if len(gaps):
                 pool.keep(theirs[gaps])
                 ours[gaps] = theirs[gaps]
-            twice = np.flatnonzero(ours[:whole] != theirs[:whole])
+            twice = np.flatnonzero((ours[:whole] != theirs[:whole]) & (theirs[:whole] >= 0))
             if len(twice):
                 pool.hold(ours[twice])
                 pool.release(theirs[twice])

@@ -159,6 +159,12 @@ def import_conversation(
                 "--force imports it all the same",
                 param="file",
             )
+    if not all(header.payload_bytes for header, _ in parts):
+        raise InvalidRequest(
+            f"{path} has not all that a sliding window has passed, and a folder needs it; import it into a running "
+            "server: spolia cache import http://HOST:PORT FILE",
+            param="file",
+        )
     for header, extent in parts:
         if folder.put([header.key], [extent]) != [True]:
             raise InvalidRequest("the folder has no room for it; raise --size", param="size")
