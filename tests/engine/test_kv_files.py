@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -95,9 +96,11 @@ def test_a_folder_refuses_a_file_of_which_it_could_use_nothing(tmp_path: Path):
 
 def test_what_a_window_has_passed_moves_to_a_tier_while_memory_has_it():
     backend = HostBackend(1 << 20)
-    engine = toy_engine(windows=(None, 40), tiers=[TierUse(Tier("host", backend), "write_back")])
+    use = TierUse(Tier("host", backend, stall_s=60), "write_back")
+    engine = toy_engine(windows=(None, 40), tiers=[use], clock=time.monotonic)
     answer(engine, CONVERSATION)
     assert engine.core.tiering.transfers.send(EXACT_NAMESPACE, CONVERSATION, "host") == 288
+    engine.core.tiering.tiers.offloader.pump(engine.core.cache, None)  # there is room for all of it
     settle(engine)
     engine.core.cache.clear()
     output = answer(engine, CONVERSATION)
