@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from spolia.engine import SamplingParams
+from spolia.errors import InvalidRequest, SpoliaError
 
 from .toy import EOS, answer, run, submit, toy_engine
 
@@ -70,3 +72,31 @@ def test_processors_and_a_form_go_together():
     assert "777" in output.text
     done = answer(toy_engine(), PROMPT, form(60, structured_outputs={"json": SCHEMA}, logit_bias={ord("}"): 50}))
     assert set(json.loads(done.text)) == {"n"}
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"json": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(500)}}},
+        {"choice": [f"choice number {i}" for i in range(2_000)]},
+    ],
+    ids=["500 properties", "2,000 choices"],
+)
+def test_large_forms_are_followed(large):
+    output = answer(toy_engine(eos_token_ids=[EOS], num_blocks=64), PROMPT, form(500, structured_outputs=large))
+    assert output.finish_reason == "stop"
+    if "choice" in large:
+        assert output.text in large["choice"]
+    else:
+        assert set(json.loads(output.text)) <= set(large["json"]["properties"])
+
+
+def test_a_form_that_is_too_large_is_told_as_what_it_is():
+    choices = [f"choice number {i}" for i in range(25_000)]
+    engine = toy_engine(eos_token_ids=[EOS])
+    submit(engine, PROMPT, form(40, structured_outputs={"choice": choices}))
+    ends = []
+    while not ends:
+        ends = [delta for _, delta in engine.core.step() if isinstance(delta, SpoliaError)]
+    assert isinstance(ends[0], InvalidRequest)
+    assert re.search(r"after \d+ tokens of the answer: the form goes no further: .*25001 items", str(ends[0]))

@@ -115,3 +115,15 @@ def test_one_stop_string_may_stand_alone():
 def test_ends_of_ranges_are_allowed():
     SamplingParams(temperature=0, top_k=-1, top_p=0, min_p=1, seed=2**64 - 1, logprobs=20, min_tokens=3, max_tokens=3)
     SamplingParams(seed=-(2**63), top_p=1, logprobs=0)
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "encoder_repetition_penalty", "dry_base", "mirostat_tau"])
+def test_what_is_divided_by_is_not_next_to_nothing(name):
+    with pytest.raises(InvalidRequest, match=f"{name} is 1e-320; it must be from 0.001 to 100"):
+        SamplingParams(**{name: 1e-320})
+
+
+def test_breakers_of_repetitions_are_not_without_number():
+    assert len(SamplingParams(dry_sequence_breakers=["a"] * 256).dry_sequence_breakers) == 256
+    with pytest.raises(InvalidRequest, match="dry_sequence_breakers has 257 entries; allowed are 256"):
+        SamplingParams(dry_sequence_breakers=["a"] * 257)

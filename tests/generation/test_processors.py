@@ -445,3 +445,14 @@ def test_selections_without_sorting_are_those_of_sorting(scale):
         outside = np.delete(distance, near)
         assert p[near].sum() >= mass - 1e-5
         assert not len(outside) or outside.min() >= distance[near].max() - 1e-3
+
+
+@pytest.mark.parametrize("text", ["a", "aa", "ab", "b|", "é", "aba"])
+def test_tokens_that_contain_a_text_are_found(text):
+    texts = ["", "a", "b", "aab", "baab", "é", "\xff", "xéy", "aaa", "b|b", "ababab", "aba", "|", "<aab>"]
+    tokens = [each.encode() if each != "\xff" else b"\xff" for each in texts]
+    found = vocabulary(
+        token_bytes=lambda id_: tokens[id_] if id_ < len(tokens) else b"", is_special=lambda id_: id_ == 13
+    ).ids_containing(text)
+    assert found.tolist() == [id_ for id_, token in enumerate(tokens) if text.encode() in token and id_ != 13]
+    assert len(found)

@@ -207,6 +207,10 @@ def test_a_dropped_stream_of_each_api_is_read_on(path):
         assert rest.headers["content-type"] == media_type
         everything = httpx.get(f"{url}/v1/streams/{stream_id}", timeout=30).text.splitlines()
         assert payloads([*seen, *rest.text.splitlines()]) == payloads(everything)
+        for wrong in ("1000", "-2", "\u0663", "two", ""):
+            refused = httpx.get(f"{url}/v1/streams/{stream_id}", params={"after": wrong})
+            assert refused.status_code == 400
+            assert repr(wrong) in refused.json()["error"]["message"]
     asyncio.run(engine.aclose())
 
 

@@ -157,7 +157,7 @@ BAD = [
     ("/api/generate", b"{", 400, "JSON"),
     ("/api/pull", {"model": "/etc/passwd"}, 400, "name"),
     ("/api/pull", {"model": "../x"}, 400, "name"),
-    ("/api/pull", {"model": "no-such-model", "stream": False}, 500, "no-such-model"),
+    ("/api/pull", {"model": "no-such-model", "stream": False}, 404, "no-such-model"),
     ("/api/nothing", {}, 404, "Not Found"),
 ]
 
@@ -182,6 +182,19 @@ def test_pull_reports_and_says_success(client, smollm2_path: Path):
     assert [progress.status for progress in client.pull("smollm2", stream=True)][-1] == "success"
     with pytest.raises(ollama.ResponseError, match="no-such-model"):
         list(client.pull("no-such-model", stream=True))
+    with pytest.raises(ollama.ResponseError, match="no-such-model") as error:
+        client.pull("no-such-model")
+    assert error.value.status_code == 404
+
+
+def test_a_model_that_is_kept_for_longer_than_the_calendar_has_days_is_kept_for_ever(client):
+    client.generate(model="scripted", prompt="hello", keep_alive="9999999999h")
+    try:
+        (model,) = [model for model in client.ps().models if model.model == "scripted"]
+        assert model.expires_at is not None
+        assert model.expires_at.year == 9999
+    finally:
+        client.generate(model="scripted", prompt="hello", keep_alive=-1)
 
 
 def test_leaving_a_stream_ends_its_request():

@@ -34,6 +34,7 @@ FILTER_NAMES = (
 _MIN_TEMPERATURE = 1e-5  # below it, dividing float32 logits would overflow, and the best token has all the weight
 _MAX_BIAS = 1e4
 _MAX_LIST = 4_096  # entries of a list of sequences: each is compared at each step
+_MAX_BREAKERS = 256
 
 # (lowest, highest) of the fields that are plain numbers.
 _INTEGERS = {
@@ -65,6 +66,7 @@ _NUMBERS = {
     "dry_multiplier": (0.0, 1e4),
     "guidance_scale": (-100.0, 100.0),
 }
+_LEAST_POSITIVE = 1e-3  # logits that are divided by less may leave the range of numbers
 _POSITIVE = {
     "repetition_penalty": 100.0,
     "encoder_repetition_penalty": 100.0,
@@ -279,7 +281,7 @@ class SamplingParams:
         for name, (low, high) in _NUMBERS.items():
             check_number(name, getattr(self, name), low, high)
         for name, high in _POSITIVE.items():
-            check_number(name, getattr(self, name), 0.0, high, above=True)
+            check_number(name, getattr(self, name), _LEAST_POSITIVE, high)
         for name in _BOOLS:
             check_bool(name, getattr(self, name))
         if self.mirostat not in (0, 2) or isinstance(self.mirostat, bool):
@@ -384,6 +386,11 @@ class SamplingParams:
 
     def _check_lists(self) -> None:
         breakers = strings("dry_sequence_breakers", self.dry_sequence_breakers, "a breaker")
+        if len(breakers) > _MAX_BREAKERS:
+            raise InvalidRequest(
+                f"dry_sequence_breakers has {len(breakers)} entries; allowed are {_MAX_BREAKERS}",
+                param="dry_sequence_breakers",
+            )
         self._set("dry_sequence_breakers", breakers)
         if self.forced_eos_token_id is not None:
             one_or_many = self.forced_eos_token_id

@@ -333,6 +333,9 @@ class Pipeline:
                 processor.process(logits, rows)
                 if self.log is not None:
                     self._note(self.log, name, processor, Candidates.of(logits[0]))
+        except InvalidRequest as error:
+            logits[:] = -np.inf
+            self.trouble = str(error)
         except Exception as error:  # a user's processor; what it did to this row is nobody else's concern
             logits[:] = -np.inf
             self.trouble = f"{type(processor).__name__} failed: {type(error).__name__}: {error}"

@@ -26,7 +26,7 @@ from spolia.generation.history import History
 from spolia.generation.processors.base import Logits
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 __all__ = ["GrammarCompiler", "GrammarMask", "StructuredOutput", "json_rule"]
 
@@ -161,13 +161,23 @@ class GrammarMask:
         np.copyto(logits[0], -np.inf, where=self._next.result())
 
     def _forbidden(self) -> NDArray[np.bool_]:
+        mask = np.frombuffer(b"" if self._matcher.is_error() else self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():  # it grew too complex, or a token came that it did not allow: there is no way on
-            return np.ones(self._vocab_size, np.bool_)
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            raise InvalidRequest(f"the form goes no further: {self._matcher.get_error().splitlines()[0]}")
         bits = np.unpackbits(mask, bitorder="little", count=min(8 * len(mask), self._vocab_size))
         forbidden = np.ones(self._vocab_size, np.bool_)
         forbidden[: len(bits)] = bits == 0
         return forbidden
+
+
+def _limits() -> LLParserLimits:
+    """Ten times llguidance's own for what one token may cost: masks are computed beside the step.
+
+    With those, an answer to a schema with 500 optional properties, or of 2,000 choices, could not begin.
+    """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_items_in_row=20_000, step_max_items=500_000, step_lexer_fuel=2_000_000)
 
 
 class GrammarCompiler:
@@ -210,7 +220,9 @@ class GrammarCompiler:
             if matcher is None:
                 if error := self._error(grammar):
                     raise _refusal(self._explain(form, error))
-                matcher = LLMatcher(tokenizer, grammar, log_level=0)
+                matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
+                if not matcher.is_error():
+                    matcher.compute_bitmask()  # what is too large for any answer to begin is known here
                 if matcher.is_error():
                     raise _refusal(self._explain(form, matcher.get_error()))
                 self._compiled[grammar] = matcher

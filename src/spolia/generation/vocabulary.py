@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +48,7 @@ class Vocabulary:
         self._containing = lru_cache(maxsize=64)(self._find_containing)
 
     def ids_containing(self, text: str) -> NDArray[np.int32]:
-        """Tokens whose text has `text` in it. The first time takes a look at all of them."""
+        """Tokens whose text has `text` in it, which is not empty. The first time takes a look at all of them."""
         return self._containing(text.encode())
 
     def ids_along(self, text: bytes) -> NDArray[np.int32]:
@@ -70,9 +71,12 @@ class Vocabulary:
         ]
 
     def _find_containing(self, wanted: bytes) -> NDArray[np.int32]:
-        found = [
-            token_id
-            for token_id in range(self.size)
-            if wanted in self.token_bytes(token_id) and not self.is_special(token_id)
-        ]
-        return np.array(found, np.int32)
+        text, ends = self._joined
+        places = [found.start() for found in re.finditer(re.escape(wanted), text)]
+        return np.unique(np.searchsorted(ends, places, side="right")).astype(np.int32)
+
+    @cached_property
+    def _joined(self) -> tuple[bytes, NDArray[np.int64]]:
+        """The text of all tokens, and where each ends; between them stands a byte that no text has."""
+        texts = [b"" if self.is_special(id_) else self.token_bytes(id_) for id_ in range(self.size)]
+        return b"\xff".join(texts) + b"\xff", np.cumsum([len(text) + 1 for text in texts])

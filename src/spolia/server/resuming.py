@@ -198,9 +198,14 @@ class ResumableStreams:
             raise UnknownThing(
                 f"no stream {stream_id!r} is kept here; it is for {self._kept_s:g} s after its last reader"
             )
-        if not last.removeprefix("-").isdecimal() or len(last) > 18:
-            raise InvalidRequest(f"after is {last!r}; it must be the id of the last event that came", param="after")
-        return _Reader(stream, max(0, int(last) + 1)).response({"x-request-id": stream_id})
+        digits = last.isascii() and last.isdecimal() and len(last) <= 18
+        if last != "-1" and not (digits and int(last) < len(stream.events)):
+            raise InvalidRequest(
+                f"after is {last!r}; it must be the id of the last event that came, of {len(stream.events)} from 0 on, "
+                "or -1 for all",
+                param="after",
+            )
+        return _Reader(stream, int(last) + 1).response({"x-request-id": stream_id})
 
     def _forget(self, stream_id: str) -> None:
         self._by_id.pop(stream_id, None)  # a reader that found it may come in just after its time is up, and leave

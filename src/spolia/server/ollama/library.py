@@ -14,8 +14,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spolia.errors import InvalidRequest, SpoliaError
-from spolia.models import Model, Progress, pull
+from spolia.errors import InvalidRequest, ModelError, SpoliaError, UnknownModel
+from spolia.models import Model, Progress, check_source, pull
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.errors import ollama_error_body
@@ -28,6 +28,7 @@ __all__ = ["OllamaLibrary"]
 
 _SPOKEN = "0.12.11"  # the first that has log-probabilities
 _NEVER = "9999-12-31T23:59:59Z"
+_LAST_SECOND = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC).timestamp()
 
 
 class OllamaLibrary:
@@ -105,6 +106,10 @@ class OllamaLibrary:
         name = body.asked
         if not name or (os.sep in name and not name.startswith("hf:")) or name.startswith((".", "~")):
             raise InvalidRequest(f"model is {name!r}; it must be a name, or hf:owner/repo[/file]", param="model")
+        try:
+            await asyncio.to_thread(check_source, name)
+        except ModelError as error:
+            raise UnknownModel(str(error), param="model") from None
         if body.stream:
             return LineStream(_pulling(name), on_disconnect=lambda: None, headers={})
         await asyncio.to_thread(pull, name)
@@ -173,6 +178,8 @@ def _expires_at(served: ServedModel) -> str:
 
 
 def _iso(unix_s: float) -> str:
+    if unix_s >= _LAST_SECOND:
+        return _NEVER
     return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
