@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -505,3 +506,25 @@ def test_a_folder_that_cannot_be_read_is_named(files: dict[str, str], message: s
         (tmp_path / name).write_text(content)
     with pytest.raises(ModelError, match=message):
         tokenizer_from_folder(tmp_path)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(smollm2_path: Path):
+    """A server's event loop among them."""
+    tokenizer = tokenizer_from_gguf(read_gguf(smollm2_path).metadata)
+    text = "word and " * 200_000
+    moments: list[float] = []
+    is_done = threading.Event()
+
+    def note() -> None:
+        while not is_done.wait(0.002):
+            moments.append(time.perf_counter())
+
+    watcher = threading.Thread(target=note)
+    watcher.start()
+    start_s = time.perf_counter()
+    ids = tokenizer.encode(text)
+    end_s = time.perf_counter()
+    is_done.set()
+    watcher.join()
+    assert len(ids) > 200_000
+    assert sum(start_s < moment < end_s for moment in moments) >= 5  # with the interpreter's lock held: one at most

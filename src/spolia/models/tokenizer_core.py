@@ -135,7 +135,8 @@ class Tokenizer:
         """
         backend = self._backend if parse_special else self._plain_backend
         try:
-            ids: list[int] = backend.encode(text, add_special_tokens=add_special).ids
+            # A batch of one: unlike `encode` it lets other threads run meanwhile, and it does not look for offsets.
+            ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         except TypeError:  # the library's "must be str" for a str that UTF-8 cannot spell
             position = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
             if position is None:
