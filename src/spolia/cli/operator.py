@@ -140,5 +140,19 @@ def _show(reply: Mapping[str, Any]) -> None:
         if name == "tiers" and isinstance(value, list):
             for tier in value:
                 print(f"tier {tier['name']}: {tier['state']} {tier['reason']}".rstrip())
-        elif name != "object":
-            print(f"{name}: {value}")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for row in value:
+                print(f"{name}: {_told(row)}")
+        elif name != "object" and value is not None:
+            print(f"{name}: {_told(value)}")
+
+
+def _told(value: Any) -> str:
+    """A value of JSON as people read it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_told(part)}" for name, part in value.items() if part is not None) or "-"
+    if isinstance(value, list):
+        return ", ".join(map(_told, value)) or "-"
+    return str(value)
