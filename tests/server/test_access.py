@@ -205,23 +205,33 @@ def test_tokens_are_paid_at_the_end_and_a_debt_is_waited_off():
     clock = Clock()
     account = Account(KeySettings(name="k", tokens_per_minute=600, tokens_per_day=100_000), clock)
     account.admit(100)
-    account.settle(900)
+    account.settle(800)
     with pytest.raises(RateLimited, match="tokens_per_minute") as caught:
         account.admit(100)
     assert caught.value.retry_after_s == pytest.approx(40)
     clock.now_s += 40
     account.admit(100)
-    account.settle(99_500)
+    account.settle(99_400)
     clock.now_s += 6 * 3600
     with pytest.raises(RateLimited, match="has used up its tokens_per_day"):
         account.admit(50_000)
+
+
+def test_prompts_are_paid_when_they_are_sent_so_that_many_at_a_time_are_no_way_around():
+    account = Account(KeySettings(name="k", tokens_per_minute=250), Clock())
+    account.admit(100)
+    account.admit(100)
+    with pytest.raises(RateLimited, match="tokens_per_minute"):
+        account.admit(100)
+    account.settle(-100)  # it was refused for other reasons
+    account.admit(100)
 
 
 def test_a_request_larger_than_the_allowance_waits_for_all_of_it_and_not_for_ever():
     clock = Clock()
     account = Account(KeySettings(name="k", tokens_per_minute=100), clock)
     account.admit(5_000)
-    account.settle(5_000)
+    account.settle(0)
     clock.now_s += 60 * 50
     account.admit(5_000)
 
@@ -237,6 +247,99 @@ def test_the_limits_are_told_as_429_with_a_time(tmp_path):
         assert 50 <= int(reply.headers["retry-after"]) <= 60
         assert reply.json()["error"]["code"] == "rate_limit_exceeded"
         assert httpx.get(f"{url}/v1/models", headers=bearer(ALICE)).status_code == 200  # only answers cost
+    asyncio.run(engine.aclose())
+
+
+def told(reply: httpx.Response) -> str:
+    """What limit a refusal names."""
+    assert reply.status_code == 429, reply.text
+    assert int(reply.headers["retry-after"]) >= 1
+    message: str = reply.json()["error"]["message"]
+    return message
+
+
+def test_a_quota_of_tokens_counts_what_every_api_computes_and_a_larger_one_is_read_from_the_file(tmp_path):
+    path = tmp_path / "keys.toml"
+
+    def allow(tokens_per_day: int) -> None:
+        path.write_text(f'[[keys]]\nname = "q"\nkey = "{ALICE}"\ntokens_per_day = {tokens_per_day}\n')
+
+    allow(400)
+    engine = chatty_engine(num_blocks=256, observer=Pace(step_s=0.005))
+    with serving({"toy": engine}, ServerConfig(keys=path)) as url:
+        assert complete(url, ALICE, "x" * 100, max_tokens=20, ignore_eos=True).status_code == 200
+        assert "tokens_per_day, 400; try again in" in told(complete(url, ALICE, "y" * 300))  # 280 are left
+        http = httpx.Client(base_url=url, headers=bearer(ALICE), timeout=30)
+        embedded = http.post("/v1/embeddings", json={"input": "x" * 100})
+        assert embedded.status_code == 200, embedded.text
+        beams = {"prompt": "x" * 50, "num_beams": 2, "max_tokens": 4}
+        assert http.post("/v1/completions", json=beams).status_code == 200
+        # 126 are left at most. Who leaves before the end has paid for what was there, or nobody would wait for it.
+        body = {"prompt": "z" * 50, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as reply:
+            for line, _ in zip(filter(None, reply.iter_lines()), range(70), strict=False):
+                assert "error" not in line
+        eventually(lambda: engine.stats.num_running == 0)
+        refused = told(complete(url, ALICE, "y" * 100))
+        assert "tokens_per_day, 400" in refused
+        allow(4_000)
+        eventually(lambda: complete(url, ALICE, "y" * 100).status_code == 200)
+        http.close()
+    asyncio.run(engine.aclose())
+
+
+def test_a_file_that_changes_lets_in_and_shuts_out_while_the_server_runs(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[[keys]]\nname = "a"\nkey = "{ALICE}"\n')
+    engine = chatty_engine()
+    with serving({"toy": engine}, ServerConfig(keys=path)) as url:
+        assert complete(url, ALICE, "x").status_code == 200
+        assert complete(url, BOB, "x").status_code == 401
+        path.write_text(f'[[keys]]\nname = "b"\nkey = "{BOB}"\nadmin = true\n')
+        eventually(lambda: complete(url, BOB, "x").status_code == 200)
+        assert complete(url, ALICE, "x").status_code == 401
+        path.write_text("[[keys]]\nname = ")  # half-way through being saved
+        assert complete(url, BOB, "x").status_code == 200
+        path.write_text(f'[[keys]]\nname = "b"\nkey = "{BOB}"\n')
+        eventually(lambda: httpx.get(f"{url}/metrics", headers=bearer(BOB)).status_code == 403)
+    asyncio.run(engine.aclose())
+
+
+def test_the_kv_of_a_key_with_more_priority_outlasts_that_of_one_with_less(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(
+        f'[[keys]]\nname = "low"\nkey = "{BOB}"\npriority = 10\n'
+        f'[[keys]]\nname = "high"\nkey = "{ALICE}"\npriority = 90\n'
+        f'[[keys]]\nname = "other"\nkey = "{ADMIN}"\npriority = 10\n'
+    )
+    engine = chatty_engine(num_blocks=24, max_context=120)
+    with serving({"toy": engine}, ServerConfig(keys=path)) as url:
+        prompt = "p" * 64
+        complete(url, ALICE, prompt)
+        complete(url, BOB, prompt, priority=100)  # more than its key may ask for: it gets 10
+        for number in range(8):
+            complete(url, ADMIN, f"{number}" * 64)
+        assert cached(complete(url, ALICE, prompt)) == 63
+        assert cached(complete(url, BOB, prompt)) == 0
+    asyncio.run(engine.aclose())
+
+
+def test_a_tenant_over_its_quota_of_kv_gives_up_its_own_and_nobody_elses(tmp_path):
+    block_bytes = 128
+    path = tmp_path / "keys.toml"
+    path.write_text(
+        f'[[keys]]\nname = "small"\nkey = "{BOB}"\nkv_quota = {6 * block_bytes}\n'
+        f'[[keys]]\nname = "a"\nkey = "{ALICE}"\n'
+    )
+    engine = chatty_engine(num_blocks=256, max_context=120)
+    with serving({"toy": engine}, ServerConfig(keys=path)) as url:
+        prompt = "p" * 64
+        complete(url, ALICE, prompt)
+        for number in range(10):
+            complete(url, BOB, f"{number}" * 64)
+        assert cached(complete(url, BOB, "9" * 64)) == 63
+        assert cached(complete(url, BOB, "0" * 64)) == 0
+        assert cached(complete(url, ALICE, prompt)) == 63
     asyncio.run(engine.aclose())
 
 
@@ -293,18 +396,45 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp_path,
     assert ring.find(BOB) is None  # not looked at more than once a second
     clock.now_s += 1
     assert ring.find(BOB) is not None
-    assert ring.find(ALICE) is first  # what it has used is not forgotten
     path.write_text("[[keys]]\nname = 5")
     clock.now_s += 1
-    assert ring.find(ALICE) is first
+    assert ring.find(ALICE) is not None
     assert "the keys stay as they were" in caplog.text
     path.write_text(f'[[keys]]\nname = "a"\nkey = "{ALICE}"\nrequests_per_minute = 6\n')
     clock.now_s += 1
     assert ring.find(BOB) is None
-    assert ring.find(ALICE) is not first
+    changed = ring.find(ALICE)
+    assert changed is not None
+    assert changed.settings.requests_per_minute == 6
     os.unlink(path)
     clock.now_s += 1
     assert ring.find(ALICE) is not None
+
+
+def test_a_key_whose_settings_change_has_used_what_it_has_used(tmp_path):
+    clock, path = Clock(), tmp_path / "keys.toml"
+
+    def account(**limits: int) -> Account:
+        lines = [f"{name} = {value}" for name, value in limits.items()]
+        path.write_text("\n".join(['[[keys]]\nname = "a"', f'key = "{ALICE}"', *lines, ""]))
+        clock.now_s += 1
+        found = ring.find(ALICE)
+        assert found is not None
+        return found
+
+    path.write_text(f'[[keys]]\nname = "a"\nkey = "{ALICE}"\ntokens_per_day = 1000\nmax_concurrent = 1\n')
+    ring = KeyRing(path, clock)
+    first = ring.find(ALICE)
+    assert first is not None
+    first.admit(900)
+    with pytest.raises(RateLimited, match="1 requests running"):
+        account(tokens_per_day=1000, max_concurrent=1, priority=10).admit(1)
+    first.settle(0)  # by the account as it was
+    with pytest.raises(RateLimited, match="tokens_per_day, 1000"):
+        account(tokens_per_day=1000, priority=10).admit(200)
+    with pytest.raises(RateLimited, match="tokens_per_day, 500"):
+        account(tokens_per_day=500).admit(1)
+    account(tokens_per_day=1200).admit(200)
 
 
 BAD_FILES = [

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any, NamedTuple
 
 import httpx
@@ -25,6 +28,7 @@ name = "user"
 key = "{USER}"
 """
 OPEN = {"/", "/health", "/v1/health", "/ping", "/livez", "/readyz", "/version", "/api/version", "/static/{name}"}
+NO_BODY = {"/v1/responses/{response_id}/cancel", "/ping", "/props"}
 MAX_BODY_BYTES = 1 << 20
 
 BOMBS = {
@@ -90,12 +94,13 @@ def test_what_tells_of_everybody_is_for_admins(url: str, paths: list[Path]):
 
 
 def test_no_path_reads_a_body_beyond_the_limit(url: str, paths: list[Path]):
-    # Files are larger, and have a limit of their own; the others read none.
-    taken = {"/v1/cache/import", "/v1/responses/{response_id}/cancel", "/ping", "/props"}
+    # Files are larger, and have a limit of their own.
+    taken = {"/v1/cache/import"} | NO_BODY
     with_body = [path for path in paths if path.method == "POST" and path.template not in taken]
     for path in with_body:
-        status = send(url, path, headers=key(ADMIN), content=b" " * (MAX_BODY_BYTES + 1)).status_code
-        assert status == 413 or path.template == "/slots/{id_slot}", (path, status)
+        action = {"action": "save"} if path.template == "/slots/{id_slot}" else None
+        reply = send(url, path, headers=key(ADMIN), content=b" " * (MAX_BODY_BYTES + 1), params=action)
+        assert reply.status_code == 413, (path, reply.text)
     large = (b" " * 65_536 for _ in range(MAX_BODY_BYTES // 65_536 + 1))  # without a declared length
     assert send(url, Path("POST", "/v1/completions"), headers=key(ADMIN), content=large).status_code == 413
 
@@ -113,13 +118,49 @@ def test_no_body_is_a_bomb(url: str, paths: list[Path], bomb: str):
     assert httpx.get(f"{url}/health").status_code == 200
 
 
-@pytest.mark.parametrize("name", ["../../../etc/passwd", "..%2f..%2fetc%2fpasswd", "/etc/passwd", "....//etc/passwd"])
-def test_no_name_leads_out_of_its_folder(url: str, name: str):
-    """Of files of the page, models, sessions, streams, responses, and of the files of slots."""
+def test_a_compressed_body_is_refused_and_not_unpacked(url: str, paths: list[Path]):
+    packed = gzip.compress(b" " * (64 << 20))
+    assert len(packed) < MAX_BODY_BYTES
+    for path in paths:
+        if path.method == "POST" and path.template not in NO_BODY:
+            headers = {**key(ADMIN), "content-encoding": "gzip"}
+            action = {"action": "save"} if path.template == "/slots/{id_slot}" else None
+            reply = send(url, path, headers=headers, content=packed, params=action)
+            assert reply.status_code == 400, (path, reply.text)
+            assert "send it uncompressed" in reply.text, path
+
+
+# As they stand in the request's first line: clients would tidy them up.
+WAYS_OUT = [
+    "../../../etc/passwd",
+    "..%2f..%2f..%2fetc%2fpasswd",
+    "%2e%2e/%2e%2e/%2e%2e/etc/passwd",
+    "%2e%2e%2f%2e%2e%2f%2e%2e%2fetc%2fpasswd",
+    "%252e%252e%252f%252e%252e%252fetc%252fpasswd",
+    "..%5c..%5cetc%5cpasswd",
+    "//etc/passwd",
+    "%2fetc%2fpasswd",
+    "....//....//etc/passwd",
+    "chat.js%00/../../../etc/passwd",
+    "%c0%ae%c0%ae/%c0%ae%c0%ae/etc/passwd",
+]
+
+
+@pytest.mark.parametrize("name", WAYS_OUT)
+def test_no_path_leads_out_of_its_folder(url: str, name: str):
+    """Of files of the page, models, sessions, streams, responses and explanations."""
+    address = httpx.URL(url)
     for place in ("static", "v1/models", "v1/sessions", "v1/streams", "v1/responses", "v1/cache/explain"):
-        reply = httpx.get(f"{url}/{place}/{name}", headers=key(ADMIN))
-        assert reply.status_code == 404, (place, reply.text[:200])
-        assert "root:" not in reply.text
+        connection = HTTPConnection(address.host, address.port, timeout=30)
+        with closing(connection):
+            connection.request("GET", f"/{place}/{name}", headers=key(ADMIN))
+            reply = connection.getresponse()
+            assert reply.status == 404, (place, reply.status)
+            assert b"root:" not in reply.read()
+
+
+@pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "....//etc/passwd", "a/../../b", "..", "x\0"])
+def test_no_name_in_a_body_leads_out_of_its_folder(url: str, name: str):
     for path in ("/v1/completions", "/api/show", "/api/chat", "/tokenize"):
         reply = httpx.post(url + path, json={"model": name, "prompt": "x"}, headers=key(ADMIN))
         assert reply.status_code == 404, (path, reply.text[:200])
@@ -130,14 +171,55 @@ def test_no_name_leads_out_of_its_folder(url: str, name: str):
 
 def test_nothing_that_is_sent_comes_back_as_a_header_or_as_a_template(url: str):
     evil = "x\r\nset-cookie: a=b"
-    for path, body in {
-        "/v1/completions": {"model": evil, "prompt": "x"},
-        "/v1/chat/completions": {"model": "toy", "messages": [{"role": evil, "content": "x"}], "max_tokens": 1},
-        "/v1/sessions": {"model": "toy", "cache_salt": evil},
-    }.items():
+    for path, body, status in (
+        ("/v1/completions", {"model": evil, "prompt": "x"}, 404),
+        ("/v1/completions", {"model": "toy", "prompt": "x", "max_tokens": 1, evil: 1}, 200),
+        ("/v1/completions", {"model": "toy", "prompt": "x", "max_tokens": 1, "user": evil, "request_id": evil}, 200),
+        ("/v1/chat/completions", {"messages": [{"role": evil, "content": "x"}], "max_tokens": 1}, 200),
+        ("/v1/sessions", {"model": "toy", "cache_salt": evil}, 200),
+    ):
         reply = httpx.post(url + path, json=body, headers={**key(ADMIN), "x-request-id": "a b\tc"}, timeout=60)
+        assert reply.status_code == status, (path, reply.text)
         assert "set-cookie" not in reply.headers
+        assert "set-cookie" not in str(reply.headers)
         assert "a b" not in str(reply.headers)
     said = [{"role": "user", "content": "{{ 7 * 7 }} {% raw %}"}]
     reply = httpx.post(f"{url}/apply-template", json={"model": "toy", "messages": said}, headers=key(ADMIN))
     assert "{{ 7 * 7 }} {% raw %}" in reply.json()["prompt"]
+
+
+def test_every_reply_has_an_id_that_the_log_has_too(
+    url: str, paths: list[Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    caplog.set_level("INFO", "spolia.requests")
+    refused = {
+        401: {"method": "GET", "url": "/v1/models"},
+        403: {"method": "GET", "url": "/metrics", "headers": key(USER)},
+        404: {"method": "GET", "url": "/no%0d%0asuch", "headers": key(USER)},
+        405: {"method": "DELETE", "url": "/v1/models", "headers": key(USER)},
+        400: {"method": "POST", "url": "/v1/completions", "headers": key(USER), "content": b"{"},
+        413: {"method": "POST", "url": "/v1/messages", "headers": key(USER), "content": b" " * (MAX_BODY_BYTES + 1)},
+    }
+    with httpx.Client(base_url=url, timeout=60) as http:
+        for status, asked in refused.items():
+            reply = http.request(**asked)
+            assert reply.status_code == status
+            id_ = reply.headers["x-request-id"]
+            (line,) = [record.getMessage() for record in caplog.records if id_ in record.getMessage()]
+            assert line.startswith(f"refused request={id_} status={status} method={asked['method']} path=/"), line
+            assert "\n" not in line
+            assert ("key=user" in line) == (status not in (401, 403)), line
+            if asked["url"] == "/v1/messages":
+                assert reply.headers["request-id"] == id_
+        monkeypatch.setattr("spolia.__version__", object())  # nobody foresaw that
+        reply = http.get("/version", headers={"x-request-id": "mine"})
+        assert reply.status_code == 500
+        assert f"request={reply.headers['x-request-id']} GET /version failed" in caplog.text
+        assert "client_request=mine" in caplog.text
+    monkeypatch.undo()
+    ids = []
+    for path in paths:
+        if path.method != "POST":  # some of these streams never end
+            with httpx.stream(path.method, url + path.filled, headers=key(ADMIN), timeout=60) as reply:
+                ids.append(reply.headers["x-request-id"])
+    assert len(set(ids)) == len(ids) > 20

@@ -75,6 +75,7 @@ class Answer:
         self._streams: list[TokenStream] = []
         self._last_token_s: dict[int, float] = {}
         self._num_tokens: Counter[int] = Counter()  # by choice, so far
+        self._num_admitted_tokens = 0
         self._messages = messages
         self._turn = turn
         self._explained: dict[int, dict[str, Any]] = {}
@@ -150,7 +151,8 @@ class Answer:
             raise Overloaded(f"{served.num_waiting} requests are waiting, of at most {max_waiting}; try again later")
         caller = answer._caller
         if caller.account is not None:
-            caller.account.admit(len(params) * sum(map(len, prompts)))
+            self._num_admitted_tokens = len(params) * sum(map(len, prompts))
+            caller.account.admit(self._num_admitted_tokens)
             wishes = _capped(wishes, caller.account.settings.priority)
         cache_salt = caller.cache_salt(cache_salt)
         history = self._history(served.engine.namespace_of(params[0], cache_salt))
@@ -251,7 +253,7 @@ class Answer:
             self._settle()
 
     def _settle(self) -> None:
-        """Once, at the end: what the answer took is put down to who asked."""
+        """Once, at the end: what the answer took is put down to who asked, what they did not wait for included."""
         self._served.streams.difference_update(self._streams)
         if self._turn is not None:
             self._turn.abandon()
@@ -259,8 +261,8 @@ class Answer:
             self._deadline.cancel()
         account, self._caller = self._caller.account, Caller(None, self._caller.request_id)
         if account is not None:
-            outputs = self.outputs.values()
-            account.settle(sum(len(output.prompt_token_ids) + len(output.token_ids) for output in outputs))
+            num_prompt = sum(len(stream.request.prompt_token_ids) for stream in self._streams)
+            account.settle(num_prompt + self._num_tokens.total() - self._num_admitted_tokens)
 
     async def finish(self) -> list[RequestOutput]:
         """All outputs, by choice."""

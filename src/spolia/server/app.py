@@ -86,7 +86,6 @@ def create_app(
     app.add_exception_handler(SpoliaError, handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
     app.add_exception_handler(ClientDisconnect, handle_disconnect)
-    app.add_exception_handler(Exception, handle_error)
     return app
 
 

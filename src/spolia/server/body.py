@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
+from spolia.errors import InvalidRequest
 from spolia.server.access import current_caller, set_caller
 from spolia.server.errors import BodyTooLarge, BodyTooSlow
 from spolia.server.schema import decode
@@ -35,6 +36,7 @@ class BodyDeadlines:
 
         Raises:
             BodyTooLarge, BodyTooSlow: it passes a limit; the rest is not read.
+            InvalidRequest: it is compressed.
         """
         deadline = asyncio.timeout(self._timeout_s)
         self._open.add(deadline)
@@ -70,6 +72,10 @@ async def read_body(request: Request, kind: type[_Body], *, max_bytes: int) -> _
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise InvalidRequest(  # what is small on the wire may be huge here
+            f"content-encoding is {encoding!r}; bodies are taken as they are, so send it uncompressed"
+        )
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise BodyTooLarge(f"the body has {declared} bytes; allowed are {max_bytes}")

@@ -149,8 +149,9 @@ async def embed(
     # Encoded here once, for the account and for the engine: a long text takes milliseconds, so on another thread.
     encode = engine.model.tokenizer.encode
     ids = await asyncio.to_thread(lambda: [encode(each) if isinstance(each, str) else each for each in inputs])
+    num_admitted = sum(map(len, ids))
     if caller.account is not None:
-        caller.account.admit(sum(map(len, ids)))
+        caller.account.admit(num_admitted)
     embeddings: list[Embedding] = []
     try:
         async with asyncio.timeout(served.request_timeout_s), served.embedding():
@@ -166,7 +167,7 @@ async def embed(
         ) from None
     finally:
         if caller.account is not None:
-            caller.account.settle(sum(each.num_tokens for each in embeddings))
+            caller.account.settle(sum(each.num_tokens for each in embeddings) - num_admitted)
     for index, (each, its_ids) in enumerate(zip(embeddings, ids, strict=True)):
         facts = explain_embedding(each, its_ids, engine.model.tokenizer)
         served.explained.add(request_id, index, facts, caller.tenant)

@@ -16,6 +16,7 @@ import logging
 import math
 import re
 from http import HTTPStatus
+from urllib.parse import quote
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -26,6 +27,7 @@ from spolia.engine import SessionBusy, SessionConflict, UnknownSession
 from spolia.errors import InvalidRequest, NotReady, Overloaded, SpoliaError, StorageUnavailable, UnknownModel
 
 __all__ = [
+    "REQUEST_ID",
     "BodyTooLarge",
     "BodyTooSlow",
     "ErrorBody",
@@ -45,6 +47,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger("spolia.server")
+
+REQUEST_ID = "spolia.request_id"  # of an ASGI scope
 
 
 class BodyTooLarge(InvalidRequest):
@@ -198,9 +202,10 @@ def error_response(error: Exception, path: str = "") -> Response:
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """The app's handler of every exception that leaves an endpoint."""
+    """The answer to every exception that leaves an endpoint."""
     if _kind(error)[0] == 500:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        told = (request.scope.get(REQUEST_ID, "-"), request.method, quote(request.url.path))
+        logger.error("request=%s %s %s failed", *told, exc_info=error)
     return error_response(error, request.url.path)
 
 

@@ -101,7 +101,7 @@ async def respond_with_search(
 
     started_s = time.perf_counter()
     task = asyncio.ensure_future(asyncio.wait_for(run(), served.request_timeout_s))
-    num_tokens = sum(map(len, prompts))
+    num_tokens = 0
 
     def cancel() -> None:
         task.cancel()

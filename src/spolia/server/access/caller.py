@@ -6,8 +6,9 @@ own, the gate sets it before the app is entered, and `Answer.submit`, through wh
 
 from __future__ import annotations
 
+import uuid
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from spolia.engine import Tenant
 from spolia.server.access.account import Account
@@ -26,12 +27,14 @@ class Caller:
         request_id: the client's own word for the request, or None; for the log.
         trace: takes what its answers took; None where nobody traces.
         ignored: fields of its body that do nothing here.
+        id: our word for the request, where no answer has an id of its own.
     """
 
     account: Account | None = None
     request_id: str | None = None
     trace: RequestTrace | None = None
     ignored: tuple[str, ...] = ()
+    id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex}")
 
     @property
     def tenant(self) -> str | None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from starlette.datastructures import Headers
+import logging
+from dataclasses import replace
+from urllib.parse import quote
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from spolia.errors import InvalidRequest
 from spolia.server.access.account import Account
 from spolia.server.access.caller import Caller, current_caller, fit_request_id, set_caller
 from spolia.server.access.ring import KeyRing
-from spolia.server.errors import Forbidden, Unauthorized, error_response
+from spolia.server.errors import REQUEST_ID, Forbidden, Unauthorized, handle_error
+from spolia.server.logs import log_fields
 from spolia.server.tracing import Tracing
 
 __all__ = ["Gate"]
+
+logger = logging.getLogger("spolia.requests")
 
 # Anybody may ask these: load balancers, browsers that load the page, clients that look whether somebody is there.
 _OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/ping", "/livez", "/readyz", "/version", "/api/version"})
@@ -36,19 +43,24 @@ class Gate:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            path = scope["path"]
-            try:
-                account = self._account(path, headers)
-            except InvalidRequest as error:
-                await error_response(error, path)(scope, receive, send)
-                return
-            trace = None if self._tracing is None else self._tracing.begin(headers)
-            set_caller(Caller(account, fit_request_id(headers.get("x-request-id")), trace))
-            await self._app(scope, receive, _telling(send))
-        else:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        headers, path = Headers(scope=scope), scope["path"]
+        caller = Caller(request_id=fit_request_id(headers.get("x-request-id")))
+        set_caller(caller)
+        scope[REQUEST_ID] = caller.id
+        reply = _Reply(send, caller.id, scope["method"], path)
+        try:
+            account = self._account(path, headers)
+            trace = None if self._tracing is None else self._tracing.begin(headers)
+            set_caller(replace(caller, account=account, trace=trace))
+            await self._app(scope, receive, reply.send)
+        except Exception as error:
+            if reply.has_begun:
+                raise
+            response = await handle_error(Request(scope), error)
+            await response(scope, receive, reply.send)
 
     def _account(self, path: str, headers: Headers) -> Account | None:
         if self._ring is None or path in _OPEN_PATHS or path.startswith(_OPEN_PREFIXES):
@@ -65,12 +77,36 @@ class Gate:
         return account
 
 
-def _telling(send: Send) -> Send:
-    """`send`, with the names of the body's fields that were ignored in a header."""
+class _Reply:
+    """What is sent, with headers that every reply has: the request's id, unless an answer has its own, and the names of
+    the body's fields that were ignored. A refusal is a line of the log under that id."""
 
-    async def told(message: Message) -> None:
-        if message["type"] == "http.response.start" and (ignored := current_caller().ignored):
-            message["headers"] = [*message["headers"], (b"x-spolia-ignored", ",".join(ignored).encode())]
-        await send(message)
+    def __init__(self, send: Send, id_: str, method: str, path: str) -> None:
+        self.has_begun = False
+        self._send = send
+        self._id = id_
+        self._method = method
+        self._path = path
 
-    return told
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            caller, headers = current_caller(), MutableHeaders(raw=list(message["headers"]))
+            given = headers.setdefault("x-request-id", self._id)
+            if self._path.startswith("/v1/messages"):
+                headers["request-id"] = given  # Anthropic's name for it
+            if caller.ignored:
+                headers["x-spolia-ignored"] = ",".join(caller.ignored)
+            message["headers"] = headers.raw
+            if message["status"] >= 400:
+                _log(caller, given, self._method, self._path, message["status"])
+        await self._send(message)
+
+
+def _log(caller: Caller, id_: str, method: str, path: str, status: int) -> None:
+    fields = {"request": id_, "status": status, "method": method, "path": quote(path)}  # a path may hold anything
+    if caller.account is not None:
+        fields |= {"key": caller.account.settings.name, "tenant": caller.tenant}
+    if caller.request_id is not None:
+        fields["client_request"] = caller.request_id
+    log_fields(logger, "refused", fields)

@@ -58,14 +58,9 @@ class KeyRing:
             logger.error("the keys stay as they were: %s", error)
 
     def _take(self, keys: Sequence[KeySettings]) -> None:
-        """What a key has used stays with it, unless its settings changed."""
-        kept = self._by_digest
-        self._by_digest = {
-            each.digest: known
-            if (known := kept.get(each.digest)) is not None and known.settings == each
-            else Account(each, self._clock)
-            for each in keys
-        }
+        """What a key has used stays with it, also if its settings changed."""
+        before = self._by_digest
+        self._by_digest = {each.digest: Account(each, self._clock, before.get(each.digest)) for each in keys}
 
 
 def _version(path: Path) -> tuple[int, int] | None:

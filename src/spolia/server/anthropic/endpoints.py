@@ -72,7 +72,7 @@ class AnthropicEndpoints:
             is_limit_soft=True,
         )
         message = _Message(turn, body, marked)
-        headers = {"request-id": turn.answer.id, "x-request-id": turn.answer.id}
+        headers = {"x-request-id": turn.answer.id}
         if body.stream:
             events = with_signs_of_life(message.events(), _event("ping"))
             return stream(
