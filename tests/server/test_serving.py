@@ -132,8 +132,8 @@ def test_each_request_is_one_line_of_log(process):
     eventually(lambda: process.find("finish=") is not None)
     (line,) = [line for line in process.log if "request=" in line]
     assert (
-        f"request={reply.headers['x-request-id']}-0 model=smollm2 prompt_tokens=4 cached_tokens=0 output_tokens=3"
-        in line
+        f"request={reply.headers['x-request-id']}-0 model=smollm2 prompt_tokens=4 cached_tokens=0 reason=never_seen "
+        "output_tokens=3" in line
     )
     assert line.rstrip().endswith("finish=length")
 
