@@ -2,8 +2,8 @@
 
 Prompts are token ids, uniform over the vocabulary and seeded, except in `multiturn`, which sends text and appends the
 reply's own text, as a chat client does. Greedy, `ignore_eos`. The client streams and takes its times at its own end of
-the socket, so HTTP, JSON and the server's queue are all in the figures. It runs on the server's own cores, so it takes
-as little of them as it can: its HTTP is httptools', a tenth of what a streamed token costs in httpx.
+the socket, so HTTP, JSON and the server's queue are all in the figures. It may run on the server's own cores, so
+it takes as little of them as it can: its HTTP is parsed by httptools, not by Python.
 
 Imports nothing of Spolia: what is measured is what any client sees.
 """
@@ -16,7 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -252,20 +252,24 @@ class _Connections:
 
     async def _ask(self, message: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
         """Send it on a connection; that, and the first bytes that come back. The server may have closed idle ones."""
-        while self._idle:
-            reader, writer = self._idle.pop()
-            with suppress(ConnectionError):
+        while True:
+            is_new = not self._idle
+            if is_new:
+                reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._is_tls or None)
+            else:
+                reader, writer = self._idle.pop()
+            received = b""
+            try:
                 writer.write(message)
-                if received := await reader.read(_READ_BYTES):
-                    return reader, writer, received
-            writer.close()
-        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._is_tls or None)
-        try:
-            writer.write(message)
-            return reader, writer, await reader.read(_READ_BYTES)
-        except BaseException:
-            writer.close()
-            raise
+                received = await reader.read(_READ_BYTES)
+            except ConnectionError:
+                if is_new:
+                    raise
+            finally:
+                if not received:
+                    writer.close()
+            if received or is_new:
+                return reader, writer, received
 
     def close(self) -> None:
         for _, writer in self._idle:

@@ -22,9 +22,8 @@ logger = logging.getLogger("spolia.engine")
 
 WARN_ABOVE = 0.005
 REFUSE_ABOVE = 0.2
-"""Nats a token, the mean over `GATE_TEXT`. Below the first, what 8 bits move cannot be told from what the rounding of
-activations moves (0.003 to 0.004, see `benchmarks/kv_quality.py --as-served`); above it, perplexity rises by more than
-half a per cent. See docs/tiers.md and benchmarks/kv_quality.md."""
+"""Nats a token, the mean over `GATE_TEXT`. Models with 4-bit weights come to some 0.003, in part by the rounding
+of activations. A model that is warned of lost 0.6 % of perplexity: benchmarks/kv_quality.md."""
 
 _EXACT: KvDtype = "f32"
 _CHUNK = 32

@@ -150,12 +150,12 @@ class Answer:
         if served.num_waiting + num_asked > max_waiting:
             raise Overloaded(f"{served.num_waiting} requests are waiting, of at most {max_waiting}; try again later")
         caller = answer._caller
-        if caller.account is not None:
-            self._num_admitted_tokens = len(params) * sum(map(len, prompts))
-            caller.account.admit(self._num_admitted_tokens)
-            wishes = _capped(wishes, caller.account.settings.priority)
         cache_salt = caller.cache_salt(cache_salt)
         history = self._history(served.engine.namespace_of(params[0], cache_salt))
+        if caller.account is not None:
+            self._num_admitted_tokens = len(params) * sum(map(len, prompts))
+            caller.account.admit(self._num_admitted_tokens)  # from here on whatever fails has to settle it
+            wishes = _capped(wishes, caller.account.settings.priority)
         try:
             for choice, (prompt, choice_params) in enumerate(itertools.product(prompts, params)):
                 id_ = f"{answer.id}-{choice}"
