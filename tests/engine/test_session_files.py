@@ -105,6 +105,7 @@ def test_using_it_keeps_it(place):
     session.saved.result(10)
     os.utime(place.files()[0], (place.now_s - 99, place.now_s - 99))
     store.get(session.id, "")
+    store.end()  # that it was used is noted on the disk beside everything else
     place.now_s += 50
     assert place.store().get(session.id, "").token_ids == session.token_ids
 
