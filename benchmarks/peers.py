@@ -236,6 +236,7 @@ def main() -> None:
     if not arguments.dry_run:
         shown = [f"--openvino {arguments.openvino}"] if arguments.openvino else []
         shown += [f"--server '{server}'" for server in arguments.server]
+        shown += [f"--only {arguments.only}"] if arguments.only else []
         command = " ".join(["python benchmarks/peers.py", arguments.model, *shown]).replace(str(Path.home()), "~")
         write_section(arguments.model, f"`{command}`\n\n{text}")
 
