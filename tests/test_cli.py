@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,13 +18,16 @@ import typer
 
 from server.harness import chatty_engine, eventually, serving
 from spolia.bench import WORKLOADS
+from spolia.cli import serve
 from spolia.cli.flags import CHAT_DEFAULTS, GENERATE_DEFAULTS, EngineFlags, SamplingFlags, parse_size
 from spolia.cli.talk import Talk
 from spolia.cli.top import frame
 from spolia.engine import EngineConfig, SamplingParams
 from spolia.engine.session_files import SESSIONS_FOLDER
 from spolia.errors import InvalidRequest
+from spolia.generation.structured import GrammarCompiler
 from spolia.server import ServerConfig
+from spolia.server.toolcalls import ToolUse
 from spolia.tiers import DocumentFolder, FolderBackend, HostBackend, Tier, TierUse
 
 SMALL = ["--kv-memory", "64MiB", "--max-context", "1024"]
@@ -475,3 +479,31 @@ def test_what_is_piped_and_is_no_utf8_is_refused_in_words(command: list[str], lo
     assert "standard input is not UTF-8: byte 0xfc after 'Gr'; convert it" in said
     assert "Traceback" not in said
     assert shown.stdout == b""
+
+
+def test_the_first_strict_request_of_a_served_model_does_not_make_the_vocabularys_tables(smollm2_path, monkeypatch):
+    makers: list[str] = []
+    made = threading.Event()
+    make = GrammarCompiler._make_tokenizer
+
+    def watched(compiler: GrammarCompiler) -> object:
+        makers.append(threading.current_thread().name)
+        tables = make(compiler)
+        made.set()
+        return tables
+
+    monkeypatch.setattr(GrammarCompiler, "_make_tokenizer", watched)
+
+    async def main() -> None:
+        async with serve._load(
+            str(smollm2_path), EngineConfig(max_context=256, kv_memory=1 << 26), None, None
+        ) as engine:
+            assert await asyncio.to_thread(made.wait, 120)
+            tool = {"function": {"name": "it", "strict": True, "parameters": {"type": "object"}}}
+            use = ToolUse.of([tool], "auto", None)
+            assert use is not None
+            params = await use.prepare(SamplingParams(), engine)
+            assert params.structured_outputs is not None
+
+    asyncio.run(main())
+    assert makers == ["spolia-forms"]

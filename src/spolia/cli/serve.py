@@ -22,6 +22,9 @@ from spolia.server import listen, log_fields, read_keys, read_mcp_file, set_up_l
 
 __all__ = ["run"]
 
+# What forms need is made when a model can answer: it holds the interpreter, and who waits for the model comes first.
+_FORMS_AFTER_S = 1.0
+
 
 def run(
     sources: Sequence[str],
@@ -129,7 +132,9 @@ def _load(source: str, config: EngineConfig, recording: Recording | None, kv_byt
         config = replace(config, kv_memory=kv_bytes)
     if config.draft_model is not None:
         fetch(str(config.draft_model))
-    return AsyncEngine(source, config, observer=recording)
+    engine = AsyncEngine(source, config, observer=recording)
+    engine.warm_forms(after_s=_FORMS_AFTER_S)
+    return engine
 
 
 def _load_first(

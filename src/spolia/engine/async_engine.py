@@ -284,6 +284,16 @@ class AsyncEngine:
         if form is not None:
             await asyncio.to_thread(self._admission.vocabulary.grammars.compile, form)
 
+    def warm_forms(self, *, after_s: float = 0.0) -> threading.Timer:
+        """Make what the first answer of a form would wait for, on a thread of its own, in so many seconds.
+
+        A request that comes sooner makes it itself, or waits for the thread.
+        """
+        timer = threading.Timer(after_s, self._admission.vocabulary.grammars.warm)
+        timer.name, timer.daemon = "spolia-forms", True
+        timer.start()
+        return timer
+
     def namespace(self, cache_salt: str = "") -> bytes:
         """What requests with this salt share, and no others."""
         return self._admission.namespace(cache_salt)

@@ -181,7 +181,9 @@ def _limits() -> LLParserLimits:
 
 
 class GrammarCompiler:
-    """Turns forms into masks for one vocabulary. Any thread may call; the first call takes up to some seconds.
+    """Turns forms into masks for one vocabulary. Any thread may call.
+
+    The first call makes tables of the vocabulary, which takes up to some seconds; `warm` makes them ahead.
 
     Args:
         tokens: every token's bytes; those that steer are marked by a first byte 0xFF, and come about in no text.
@@ -214,7 +216,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         with self._lock:
-            tokenizer = self._tokenizer = self._tokenizer or self._make_tokenizer()
+            tokenizer = self._tables()
             grammar = self._grammar(form)
             matcher = self._compiled.get(grammar)
             if matcher is None:
@@ -230,6 +232,16 @@ class GrammarCompiler:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
             return GrammarMask(matcher.deep_copy(), self._pool, self._size)
+
+    def warm(self) -> None:
+        """Make what every form needs, if it is not there."""
+        with self._lock:
+            self._tables()
+
+    def _tables(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = self._make_tokenizer()
+        return self._tokenizer
 
     def _make_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
