@@ -77,6 +77,29 @@ def test_what_gateways_read_from_vllm_is_there_under_its_names():
     }
 
 
+def test_what_dashboards_read_from_sglang_is_there_under_its_names():
+    engine = chatty_engine()
+    with serving({"toy": engine}) as url:
+        for _ in range(2):
+            httpx.post(f"{url}/v1/completions", json={"prompt": "a" * 33, "max_tokens": 2}).raise_for_status()
+        lines = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith("sglang:")]
+    asyncio.run(engine.aclose())
+    samples = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+    assert samples == {
+        f'sglang:{name}{{model_name="toy"}}': value
+        for name, value in {
+            "num_running_reqs": 0,
+            "num_queue_reqs": 0,
+            "num_used_tokens": 0,
+            "token_usage": 0,
+            "cache_hit_rate": 32 / 66,
+            "prompt_tokens_total": 66,
+            "generation_tokens_total": 4,
+            "cached_tokens_total": 32,
+        }.items()
+    }
+
+
 def test_evictions_are_counted():
     engine = chatty_engine(num_blocks=8, max_context=100)
     with serving({"toy": engine}) as url:
@@ -87,7 +110,9 @@ def test_evictions_are_counted():
     asyncio.run(engine.aclose())
     assert float(samples['spolia_evictions_total{model="toy"}']) >= 4
     assert float(samples['spolia_prefix_cache_queries_total{model="toy"}']) == 180
-    missed = sum(float(value) for name, value in samples.items() if name.startswith("spolia_missed_tokens_total"))
+    missed = sum(
+        float(value) for name, value in samples.items() if name.startswith("spolia_missed_prompt_tokens_total")
+    )
     assert missed + float(samples['spolia_prefix_cache_hits_total{model="toy"}']) == 180
 
 

@@ -21,7 +21,7 @@ from spolia.errors import ModelError
 from spolia.server import ModelSource, ServerConfig, parse_duration
 from spolia.tiers import FolderBackend, Tier
 
-from .harness import Pace, chatty_engine, eventually, serving
+from .harness import Pace, chatty_engine, eventually, metric, serving
 
 MB = 1 << 20
 ROOM_FOR_ONE = ServerConfig(memory_bytes=100 * MB)
@@ -302,6 +302,38 @@ def test_spolia_ps_says_what_is_in_memory_and_why_the_rest_is_not():
         complete(url, "b")
         seconds = int(report(httpx.get(f"{url}/v1/models").json(), time.time()).splitlines()[2].split()[-3])
         assert 0 <= seconds <= 60
+
+
+def test_counters_go_on_when_a_model_is_loaded_again(tmp_path: Path):
+    def load(_: int | None) -> AsyncEngine:
+        return chatty_engine(num_blocks=64, tiers=[Tier("disk", FolderBackend(tmp_path / "kv", 1 << 24))])
+
+    def counters(url: str) -> dict[str, float]:
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        kinds = dict(line.split()[2:4] for line in lines if line.startswith("# TYPE"))
+        samples = dict(line.rsplit(" ", 1) for line in lines if line[0] != "#")
+        growing = tuple(name for name, kind in kinds.items() if kind in ("counter", "histogram"))
+        return {name: float(value) for name, value in samples.items() if name.startswith(growing)}
+
+    prompt = "a prompt of more than two blocks of sixteen tokens"
+    with serving({"a": ModelSource(load=load, size_bytes=lambda: 1)}, ServerConfig(keep_alive_s=0)) as url:
+        for turn in range(1, 4):
+            before = counters(url)
+            complete(url, "a", prompt)
+            while states(url) != {"a": "unloaded"}:  # also while it goes
+                now = counters(url)
+                assert {name for name, value in before.items() if now[name] < value} == set()
+                before = now
+            assert metric(url, "llamacpp:tokens_predicted_total") == 4 * turn
+            assert metric(url, "vllm:prompt_tokens_total") == 50 * turn
+            assert metric(url, "sglang:prompt_tokens_total") == 50 * turn
+            # Whole blocks are in the tier; what is over is computed each time.
+            assert metric(url, "spolia_missed_prompt_tokens_total", reason="never_seen") == 50 + 2 * (turn - 1)
+            assert metric(url, "spolia_kv_blocks", state="cached") == 0
+            assert metric(url, "spolia_requests_running") == 0
+            assert metric(url, "spolia_tier_bytes", tier="disk") > 0
+        assert metric(url, "spolia_tier_blocks_total", tier="disk", outcome="hits") >= 6
+        assert metric(url, "spolia_tier_state", tier="disk", state="up") == 0
 
 
 def test_what_was_changed_outlives_an_unloading():

@@ -26,6 +26,12 @@ class Durations:
         self.counts[bisect_left(self.BOUNDS_S, seconds)] += num_tokens
         self.sum_s += seconds * num_tokens
 
+    def __add__(self, other: Durations) -> Durations:
+        both = Durations()
+        both.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        both.sum_s = self.sum_s + other.sum_s
+        return both
+
 
 @dataclass(slots=True)
 class CacheStats:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, Literal, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from spolia.engine import CacheStats, Durations, EngineStats, MissReason, RequestOutput, TierState
+from spolia.engine import CacheStats, Durations, EngineStats, MissReason, RequestOutput, TierState, TierStats
+from spolia.kernels import BLOCK_SIZE
 
-__all__ = ["Metrics", "ModelMetrics"]
+__all__ = ["Metrics", "ModelMetrics", "Reading"]
 
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -37,6 +39,7 @@ class ModelMetrics:
         self._prefill_s = metrics.prefill_s.labels(model)
         self._decode_s = metrics.decode_s.labels(model)
         self._finished = metrics.finished
+        self._engines = metrics.engines
         self._model = model
 
     def observe_gap(self, seconds: float, num_tokens: int) -> None:
@@ -57,6 +60,10 @@ class ModelMetrics:
             self._ttft_s.observe(timings.first_token_s)
             self._decode_s.observe(timings.total_s - timings.first_token_s)
         self._finished.labels(self._model, output.finish_reason).inc()
+
+    def end(self, reading: Reading) -> None:
+        """The model's engine has ended, having counted so much; the next one begins at 0."""
+        self._engines.end(self._model, reading)
 
 
 class _Buckets:
@@ -92,219 +99,339 @@ class _InterTokenHistogram(Collector):
         return [family]
 
 
-def _histogram(name: str, help_: str, by_model: Mapping[str, Durations]) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(name, help_, labels=["model"])
-    for model, durations in by_model.items():
-        bounds = [*map(str, durations.BOUNDS_S), "+Inf"]
-        family.add_metric([model], list(zip(bounds, accumulate(durations.counts), strict=True)), durations.sum_s)
-    return family
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one model's engine and its cache have counted at a moment."""
+
+    stats: EngineStats
+    cache: CacheStats
 
 
-class _CacheCollector(Collector):
-    """Reads the caches' counters at the scrape. They only grow, so it does no harm if one is older than another."""
+_Labels: TypeAlias = tuple[str, ...]
+_Value: TypeAlias = "float | Durations"
+_Rows: TypeAlias = Iterable[tuple[_Labels, _Value]]
 
-    _COUNTERS: ClassVar = {
-        "num_evicted_blocks": ("spolia_evictions", "Blocks given up to make room."),
-        "num_evicted_tokens": ("spolia_evicted_tokens", "Tokens whose KV was given up to make room."),
-        "num_asked_tokens": ("spolia_prefix_cache_queries", "Prompt tokens that were looked up in the cache."),
-        "num_reused_tokens": ("spolia_prefix_cache_hits", "Of those, tokens that were reused."),
-        "num_copied_blocks": ("spolia_copied_blocks", "Blocks copied at the first write after a shared beginning."),
-    }
 
-    _HISTOGRAMS: ClassVar = {
-        "evicted_ages": ("spolia_kv_lifetime_seconds", "Of KV that was given up: since it was computed, by token."),
-        "evicted_idle_times": ("spolia_kv_idle_before_evict_seconds", "Of KV that was given up: since its last use."),
-        "reuse_gaps": ("spolia_kv_reuse_gap_seconds", "Of KV that was found: since its use before, by token."),
-    }
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """One metric that is read from engines.
 
-    def __init__(self, caches: Callable[[], Mapping[str, CacheStats]]) -> None:
-        self._caches = caches
+    Attributes:
+        labels: beside the model's.
+        read: label values, and the value, of one engine.
+        outlives: of a gauge: what it tells is there when the model is not in memory, too.
+    """
 
-    def collect(self) -> Iterable[Metric]:
-        families = {field: CounterMetricFamily(*named, labels=["model"]) for field, named in self._COUNTERS.items()}
-        missed = CounterMetricFamily(
-            "spolia_missed_tokens", "Prompt tokens that were not reused, by why.", labels=["model", "reason"]
-        )
-        for model, stats in self._caches().items():
-            for field, family in families.items():
-                family.add_metric([model], getattr(stats, field))
-            for reason, count in stats.num_missed_tokens.items():
-                missed.add_metric([model, reason.value], count)
-        histograms = [
-            _histogram(*named, {model: getattr(stats, field) for model, stats in self._caches().items()})
-            for field, named in self._HISTOGRAMS.items()
-        ]
-        return [*families.values(), missed, *histograms]
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    help: str
+    read: Callable[[Reading], _Rows]
+    labels: _Labels = ()
+    outlives: bool = False
+
+    def collect(self, by_model: Mapping[str, Mapping[_Labels, _Value]]) -> Metric:
+        labels = ["model_name" if self.name.startswith(("vllm:", "sglang:")) else "model", *self.labels]
+        family: Any = _KINDS[self.kind](self.name, self.help, labels=labels)
+        for model, rows in by_model.items():
+            for mine, value in rows.items():
+                if isinstance(value, Durations):
+                    bounds = [*map(str, value.BOUNDS_S), "+Inf"]
+                    cumulated = list(zip(bounds, accumulate(value.counts), strict=True))
+                    family.add_metric([model, *mine], cumulated, value.sum_s)
+                else:
+                    family.add_metric([model, *mine], value)
+        return family  # type: ignore[no-any-return]
+
+    def end(self, before: Mapping[_Labels, _Value], reading: Reading) -> dict[_Labels, _Value]:
+        """What there is to tell of a model when an engine of it has ended.
+
+        Args:
+            before: of the engines that ended earlier.
+        """
+        rows = dict(self.read(reading))
+        if self.kind == "gauge":
+            return rows if self.outlives else dict.fromkeys(rows, 0)
+        return {labels: _plus(before.get(labels, 0), rows.get(labels, 0)) for labels in dict.fromkeys([*before, *rows])}
+
+    def now(self, before: Mapping[_Labels, _Value], reading: Reading) -> dict[_Labels, _Value]:
+        """What there is to tell of a model that is in memory."""
+        return dict(self.read(reading)) if self.kind == "gauge" else self.end(before, reading)
+
+
+_KINDS: dict[str, Any] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
+def _plus(one: _Value, other: _Value) -> _Value:
+    if isinstance(other, Durations):
+        return other + one if isinstance(one, Durations) else other
+    return one if isinstance(one, Durations) else one + other
+
+
+def _counter(name: str, help_: str, read: Callable[[Reading], float]) -> _Family:
+    return _Family("counter", name, help_, lambda reading: [((), read(reading))])
+
+
+def _gauge(name: str, help_: str, read: Callable[[Reading], float]) -> _Family:
+    return _Family("gauge", name, help_, lambda reading: [((), read(reading))])
+
+
+def _durations(name: str, help_: str, read: Callable[[Reading], Durations]) -> _Family:
+    return _Family("histogram", name, help_, lambda reading: [((), read(reading))])
+
+
+def _labelled(name: str, help_: str, label: str, read: Callable[[Reading], Mapping[str, float]]) -> _Family:
+    def rows(reading: Reading) -> _Rows:
+        return [((text,), value) for text, value in read(reading).items()]
+
+    return _Family("counter", name, help_, rows, (label,))
+
+
+def _by_reason(counts: Mapping[MissReason, int]) -> dict[str, float]:
+    return {reason.value: counts.get(reason, 0) for reason in MissReason}
+
+
+def _usage(reading: Reading) -> float:
+    return max(ledger.leased / ledger.total for ledger in reading.stats.ledger)
+
+
+def _blocks(reading: Reading) -> _Rows:
+    for group, ledger in enumerate(reading.stats.ledger):
+        for state in ("free", "cached", "leased"):
+            yield (str(group), state), getattr(ledger, state)
+
+
+def _tier(
+    kind: Literal["counter", "gauge"],
+    name: str,
+    help_: str,
+    read: Callable[[TierStats], Iterable[tuple[_Labels, float | None]]],
+    *labels: str,
+    outlives: bool = False,
+) -> _Family:
+    """A metric of each tier; None: it has no such value."""
+
+    def rows(reading: Reading) -> _Rows:
+        for tier in reading.stats.tiers:
+            for more, value in read(tier):
+                if value is not None:
+                    yield (tier.name, *more), value
+
+    return _Family(kind, name, help_, rows, ("tier", *labels), outlives)
+
+
+_FAMILIES = (
+    _Family("gauge", "spolia_kv_blocks", "KV blocks by state.", _blocks, ("group", "state")),
+    _Family(
+        "gauge",
+        "spolia_kv_usage_ratio",
+        "Share of KV blocks that running requests hold.",
+        lambda now: [((str(group),), each.leased / each.total) for group, each in enumerate(now.stats.ledger)],
+        ("group",),
+    ),
+    _gauge("spolia_requests_running", "Requests in the batch.", lambda now: now.stats.num_running),
+    _gauge("spolia_requests_waiting", "Requests not yet in the batch.", lambda now: now.stats.num_waiting),
+    _labelled(
+        "spolia_spec_decode_num_draft_tokens",
+        "Tokens guessed ahead, by where the guess was from.",
+        "source",
+        lambda now: {source: drafts.num_drafted for source, drafts in now.stats.counters.drafts.items()},
+    ),
+    _labelled(
+        "spolia_spec_decode_num_accepted_tokens",
+        "Of those, tokens that were right.",
+        "source",
+        lambda now: {source: drafts.num_accepted for source, drafts in now.stats.counters.drafts.items()},
+    ),
+    _labelled(
+        "spolia_rounded_tokens",
+        "Cached tokens whose KV had been kept in fewer bits.",
+        "kind",
+        lambda now: now.stats.counters.num_rounded_tokens,
+    ),
+    _labelled(
+        "spolia_prompt_tokens",
+        "Prompt tokens by where their KV came from.",
+        "source",
+        lambda now: now.stats.counters.num_tokens_by_source,
+    ),
+    _labelled(
+        "spolia_missed_prompt_tokens",
+        "Prompt tokens that were computed, by why they were not reused.",
+        "reason",
+        lambda now: _by_reason(now.stats.counters.num_missed_tokens),
+    ),
+    _labelled(
+        "spolia_reuse_ended",
+        "Prompts by why reuse ended where it did.",
+        "reason",
+        lambda now: _by_reason(now.stats.counters.reuse_ended),
+    ),
+    _counter("spolia_steps", "Engine steps.", lambda now: now.stats.counters.num_steps),
+    _counter("spolia_generated_tokens", "Tokens sampled.", lambda now: now.stats.counters.num_generated_tokens),
+    _counter(
+        "spolia_computed_tokens",
+        "Tokens that went through the model.",
+        lambda now: now.stats.counters.num_computed_tokens,
+    ),
+    _counter(
+        "spolia_recomputed_tokens",
+        "Tokens computed again after a preemption.",
+        lambda now: now.stats.counters.num_recomputed_tokens,
+    ),
+    _counter(
+        "spolia_tier_lost_blocks",
+        "Blocks evicted before they were written to a tier.",
+        lambda now: now.stats.counters.num_lost_blocks,
+    ),
+    _counter(
+        "spolia_preemptions",
+        "Running sequences stopped to make room.",
+        lambda now: now.stats.counters.num_preemptions,
+    ),
+    _tier(
+        "gauge",
+        "spolia_tier_state",
+        "1 for the state that a tier is in; 0 for all while the model is not in memory.",
+        lambda tier: [((state.value,), float(tier.state is state)) for state in TierState],
+        "state",
+    ),
+    _tier(
+        "gauge",
+        "spolia_tier_bytes",
+        "Bytes that a tier holds.",
+        lambda tier: [((), tier.health.num_bytes or 0)],
+        outlives=True,
+    ),
+    _tier(
+        "gauge",
+        "spolia_tier_capacity_bytes",
+        "Bytes that a tier may hold.",
+        lambda tier: [((), tier.health.capacity_bytes)],
+        outlives=True,
+    ),
+    _tier(
+        "counter",
+        "spolia_tier_blocks",
+        "Blocks asked of a tier, by outcome.",
+        lambda tier: [(("hits",), tier.num_hits), (("misses",), tier.num_misses), (("refused",), tier.num_refused)],
+        "outcome",
+    ),
+    _tier(
+        "counter",
+        "spolia_tier_moved_bytes",
+        "Bytes moved.",
+        lambda tier: [(("down",), tier.num_written_bytes), (("up",), tier.num_read_bytes)],
+        "direction",
+    ),
+    _tier("counter", "spolia_tier_failures", "Calls to a tier that failed.", lambda tier: [((), tier.num_failures)]),
+    _counter("spolia_evictions", "Blocks given up to make room.", lambda now: now.cache.num_evicted_blocks),
+    _counter(
+        "spolia_evicted_tokens",
+        "Tokens whose KV was given up to make room.",
+        lambda now: now.cache.num_evicted_tokens,
+    ),
+    _counter(
+        "spolia_prefix_cache_queries",
+        "Prompt tokens that were looked up in the cache.",
+        lambda now: now.cache.num_asked_tokens,
+    ),
+    _counter("spolia_prefix_cache_hits", "Of those, tokens that were reused.", lambda now: now.cache.num_reused_tokens),
+    _counter(
+        "spolia_copied_blocks",
+        "Blocks copied at the first write after a shared beginning.",
+        lambda now: now.cache.num_copied_blocks,
+    ),
+    _durations(
+        "spolia_kv_lifetime_seconds",
+        "Of KV that was given up: since it was computed, by token.",
+        lambda now: now.cache.evicted_ages,
+    ),
+    _durations(
+        "spolia_kv_idle_before_evict_seconds",
+        "Of KV that was given up: since its last use.",
+        lambda now: now.cache.evicted_idle_times,
+    ),
+    _durations(
+        "spolia_kv_reuse_gap_seconds",
+        "Of KV that was found: since its use before, by token.",
+        lambda now: now.cache.reuse_gaps,
+    ),
+    # What gateways and dashboards read from other servers, under their names.
+    _gauge("vllm:num_requests_running", "Requests in the batch.", lambda now: now.stats.num_running),
+    _gauge("vllm:num_requests_waiting", "Requests not yet in the batch.", lambda now: now.stats.num_waiting),
+    _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", _usage),
+    _counter("vllm:generation_tokens", "Tokens sampled.", lambda now: now.stats.counters.num_generated_tokens),
+    _counter("vllm:num_preemptions", "Sequences stopped to make room.", lambda now: now.stats.counters.num_preemptions),
+    _counter("vllm:prefix_cache_queries", "Prompt tokens that were looked up.", lambda now: now.cache.num_asked_tokens),
+    _counter("vllm:prefix_cache_hits", "Of those, tokens that were reused.", lambda now: now.cache.num_reused_tokens),
+    _counter("vllm:prompt_tokens", "Prompt tokens.", lambda now: now.cache.num_asked_tokens),
+    _counter(
+        "llamacpp:prompt_tokens",
+        "Prompt tokens that were computed.",
+        lambda now: now.cache.num_asked_tokens - now.cache.num_reused_tokens,
+    ),
+    _counter("llamacpp:tokens_predicted", "Tokens sampled.", lambda now: now.stats.counters.num_generated_tokens),
+    _counter("llamacpp:n_decode", "Engine steps.", lambda now: now.stats.counters.num_steps),
+    _gauge("llamacpp:requests_processing", "Requests in the batch.", lambda now: now.stats.num_running),
+    _gauge("llamacpp:requests_deferred", "Requests not yet in the batch.", lambda now: now.stats.num_waiting),
+    _gauge("sglang:num_running_reqs", "Requests in the batch.", lambda now: now.stats.num_running),
+    _gauge("sglang:num_queue_reqs", "Requests not yet in the batch.", lambda now: now.stats.num_waiting),
+    _gauge(
+        "sglang:num_used_tokens",
+        "Tokens for which running requests hold KV blocks.",
+        lambda now: BLOCK_SIZE * max(ledger.leased for ledger in now.stats.ledger),
+    ),
+    _gauge("sglang:token_usage", "Share of KV blocks in use; 1 is all.", _usage),
+    _gauge(
+        "sglang:cache_hit_rate",
+        "Share of the prompt tokens since the model was loaded that were reused.",
+        lambda now: now.cache.num_reused_tokens / max(1, now.cache.num_asked_tokens),
+    ),
+    _counter("sglang:prompt_tokens", "Prompt tokens.", lambda now: now.cache.num_asked_tokens),
+    _counter("sglang:generation_tokens", "Tokens sampled.", lambda now: now.stats.counters.num_generated_tokens),
+    _counter("sglang:cached_tokens", "Prompt tokens that were reused.", lambda now: now.cache.num_reused_tokens),
+)
 
 
 class _EngineCollector(Collector):
-    """Reads the engines' snapshots at the scrape."""
+    """Reads what engines count, at the scrape. A model's counters go on when its next engine begins at 0.
 
-    def __init__(self, snapshots: Callable[[], Mapping[str, EngineStats]]) -> None:
-        self._snapshots = snapshots
+    Event loop only.
+    """
 
-    def collect(self) -> Iterable[Metric]:
-        usage = GaugeMetricFamily(
-            "spolia_kv_usage_ratio", "Share of KV blocks that running requests hold.", labels=["model", "group"]
-        )
-        blocks = GaugeMetricFamily("spolia_kv_blocks", "KV blocks by state.", labels=["model", "group", "state"])
-        running = GaugeMetricFamily("spolia_requests_running", "Requests in the batch.", labels=["model"])
-        waiting = GaugeMetricFamily("spolia_requests_waiting", "Requests not yet in the batch.", labels=["model"])
-        totals = {
-            "num_steps": ("spolia_steps", "Engine steps."),
-            "num_generated_tokens": ("spolia_generated_tokens", "Tokens sampled."),
-            "num_computed_tokens": ("spolia_computed_tokens", "Tokens that went through the model."),
-            "num_recomputed_tokens": ("spolia_recomputed_tokens", "Tokens computed again after a preemption."),
-            "num_lost_blocks": ("spolia_tier_lost_blocks", "Blocks evicted before they were written to a tier."),
-            "num_preemptions": ("spolia_preemptions", "Running sequences stopped to make room."),
-        }
-        rounded = CounterMetricFamily(
-            "spolia_rounded_tokens", "Cached tokens whose KV had been kept in fewer bits.", labels=["model", "kind"]
-        )
-        counters = {
-            field: CounterMetricFamily(*name_and_help, labels=["model"]) for field, name_and_help in totals.items()
-        }
-        labels = ["model", "source"]
-        drafted = CounterMetricFamily(
-            "spolia_spec_decode_num_draft_tokens", "Tokens guessed ahead, by where the guess was from.", labels=labels
-        )
-        accepted = CounterMetricFamily(
-            "spolia_spec_decode_num_accepted_tokens", "Of those, tokens that were right.", labels=labels
-        )
-        prompts = CounterMetricFamily(
-            "spolia_prompt_tokens", "Prompt tokens by where their KV came from.", labels=labels
-        )
-        missed = CounterMetricFamily(
-            "spolia_missed_prompt_tokens",
-            "Prompt tokens that were computed, by why they were not reused.",
-            labels=["model", "reason"],
-        )
-        ended = CounterMetricFamily(
-            "spolia_reuse_ended", "Prompts by why reuse ended where it did.", labels=["model", "reason"]
-        )
-        snapshots = self._snapshots()
-        for model, stats in snapshots.items():
-            for source, count in stats.counters.num_tokens_by_source.items():
-                prompts.add_metric([model, source], count)
-            for reason in MissReason:
-                missed.add_metric([model, reason.value], stats.counters.num_missed_tokens.get(reason, 0))
-                ended.add_metric([model, reason.value], stats.counters.reuse_ended.get(reason, 0))
-            for source, drafts in stats.counters.drafts.items():
-                drafted.add_metric([model, source], drafts.num_drafted)
-                accepted.add_metric([model, source], drafts.num_accepted)
-            running.add_metric([model], stats.num_running)
-            waiting.add_metric([model], stats.num_waiting)
-            for group, ledger in enumerate(stats.ledger):
-                usage.add_metric([model, str(group)], ledger.leased / ledger.total)
-                for state in ("free", "cached", "leased"):
-                    blocks.add_metric([model, str(group), state], getattr(ledger, state))
-            for field, counter in counters.items():
-                counter.add_metric([model], getattr(stats.counters, field))
-            for kind, count in stats.counters.num_rounded_tokens.items():
-                rounded.add_metric([model, kind], count)
-        families = [blocks, usage, running, waiting, drafted, accepted, rounded, prompts, missed, ended]
-        return [*families, *counters.values(), *self._tiers(snapshots)]
+    def __init__(self, readings: Callable[[], Mapping[str, Reading]]) -> None:
+        self._readings = readings
+        self._ended: dict[str, dict[_Family, dict[_Labels, _Value]]] = {}
 
-    def _tiers(self, snapshots: Mapping[str, EngineStats]) -> Iterable[Metric]:
-        labels = ["model", "tier"]
-        states = GaugeMetricFamily("spolia_tier_state", "1 for the state that a tier is in.", labels=[*labels, "state"])
-        held = GaugeMetricFamily("spolia_tier_bytes", "Bytes that a tier holds.", labels=labels)
-        capacity = GaugeMetricFamily("spolia_tier_capacity_bytes", "Bytes that a tier may hold.", labels=labels)
-        blocks = CounterMetricFamily(
-            "spolia_tier_blocks", "Blocks asked of a tier, by outcome.", labels=[*labels, "outcome"]
-        )
-        moved = CounterMetricFamily("spolia_tier_moved_bytes", "Bytes moved.", labels=[*labels, "direction"])
-        failures = CounterMetricFamily("spolia_tier_failures", "Calls to a tier that failed.", labels=labels)
-        for model, stats in snapshots.items():
-            for tier in stats.tiers:
-                mine = [model, tier.name]
-                for state in TierState:
-                    states.add_metric([*mine, state.value], tier.state is state)
-                held.add_metric(mine, tier.health.num_bytes or 0)
-                if tier.health.capacity_bytes is not None:
-                    capacity.add_metric(mine, tier.health.capacity_bytes)
-                for outcome in ("hits", "misses", "refused"):
-                    blocks.add_metric([*mine, outcome], getattr(tier, f"num_{outcome}"))
-                moved.add_metric([*mine, "down"], tier.num_written_bytes)
-                moved.add_metric([*mine, "up"], tier.num_read_bytes)
-                failures.add_metric(mine, tier.num_failures)
-        return [states, held, capacity, blocks, moved, failures]
-
-
-class _VllmNames(Collector):
-    """The few metrics that gateways and autoscalers read from vLLM, under its names, so that they find them here."""
-
-    def __init__(
-        self, snapshots: Callable[[], Mapping[str, EngineStats]], caches: Callable[[], Mapping[str, CacheStats]]
-    ) -> None:
-        self._snapshots = snapshots
-        self._caches = caches
+    def end(self, model: str, reading: Reading) -> None:
+        before = self._ended.get(model, {})
+        self._ended[model] = {family: family.end(before.get(family, {}), reading) for family in _FAMILIES}
 
     def collect(self) -> Iterable[Metric]:
-        labels = ["model_name"]
-        running = GaugeMetricFamily("vllm:num_requests_running", "Requests in the batch.", labels=labels)
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests not yet in the batch.", labels=labels)
-        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", labels=labels)
-        generated = CounterMetricFamily("vllm:generation_tokens", "Tokens sampled.", labels=labels)
-        preempted = CounterMetricFamily("vllm:num_preemptions", "Sequences stopped to make room.", labels=labels)
-        asked = CounterMetricFamily("vllm:prefix_cache_queries", "Prompt tokens that were looked up.", labels=labels)
-        reused = CounterMetricFamily("vllm:prefix_cache_hits", "Of those, tokens that were reused.", labels=labels)
-        prompts = CounterMetricFamily("vllm:prompt_tokens", "Prompt tokens.", labels=labels)
-        for model, stats in self._snapshots().items():
-            running.add_metric([model], stats.num_running)
-            waiting.add_metric([model], stats.num_waiting)
-            usage.add_metric([model], max(ledger.leased / ledger.total for ledger in stats.ledger))
-            generated.add_metric([model], stats.counters.num_generated_tokens)
-            preempted.add_metric([model], stats.counters.num_preemptions)
-        for model, cache in self._caches().items():
-            asked.add_metric([model], cache.num_asked_tokens)
-            reused.add_metric([model], cache.num_reused_tokens)
-            prompts.add_metric([model], cache.num_asked_tokens)
-        return [running, waiting, usage, generated, preempted, asked, reused, prompts]
-
-
-class _LlamaCppNames(Collector):
-    """What dashboards for llama.cpp's server read, under its names."""
-
-    def __init__(
-        self, snapshots: Callable[[], Mapping[str, EngineStats]], caches: Callable[[], Mapping[str, CacheStats]]
-    ) -> None:
-        self._snapshots = snapshots
-        self._caches = caches
-
-    def collect(self) -> Iterable[Metric]:
-        labels = ["model"]
-        prompts = CounterMetricFamily("llamacpp:prompt_tokens", "Prompt tokens that were computed.", labels=labels)
-        predicted = CounterMetricFamily("llamacpp:tokens_predicted", "Tokens sampled.", labels=labels)
-        decodes = CounterMetricFamily("llamacpp:n_decode", "Engine steps.", labels=labels)
-        processing = GaugeMetricFamily("llamacpp:requests_processing", "Requests in the batch.", labels=labels)
-        deferred = GaugeMetricFamily("llamacpp:requests_deferred", "Requests not yet in the batch.", labels=labels)
-        for model, stats in self._snapshots().items():
-            predicted.add_metric([model], stats.counters.num_generated_tokens)
-            decodes.add_metric([model], stats.counters.num_steps)
-            processing.add_metric([model], stats.num_running)
-            deferred.add_metric([model], stats.num_waiting)
-        for model, cache in self._caches().items():
-            prompts.add_metric([model], cache.num_asked_tokens - cache.num_reused_tokens)
-        return [prompts, predicted, decodes, processing, deferred]
+        readings = self._readings()
+        for family in _FAMILIES:
+            rows: dict[str, Mapping[_Labels, _Value]] = {}
+            for model in dict.fromkeys([*self._ended, *readings]):
+                before = self._ended.get(model, {}).get(family, {})
+                rows[model] = family.now(before, readings[model]) if model in readings else before
+            yield family.collect(rows)
 
 
 class Metrics:
     """The app's instruments.
 
     Args:
-        snapshots: each loaded model's engine statistics, called at a scrape.
-        caches: each loaded model's cache counters.
+        readings: of each engine that there is, called at a scrape.
     """
 
-    def __init__(
-        self, snapshots: Callable[[], Mapping[str, EngineStats]], caches: Callable[[], Mapping[str, CacheStats]]
-    ) -> None:
+    def __init__(self, readings: Callable[[], Mapping[str, Reading]]) -> None:
         self._registry = registry = CollectorRegistry()
-        registry.register(_EngineCollector(snapshots))
-        registry.register(_CacheCollector(caches))
-        registry.register(_VllmNames(snapshots, caches))
-        registry.register(_LlamaCppNames(snapshots, caches))
+        self.engines = _EngineCollector(readings)
+        registry.register(self.engines)
         by_model = ["model"]
         self.ttft_s = Histogram(
             "spolia_time_to_first_token_seconds", "From submission to the first token.", by_model,

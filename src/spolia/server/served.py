@@ -15,12 +15,12 @@ from weakref import WeakSet
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from spolia.engine import AsyncEngine, CacheStats, EngineStats, SessionStore, TokenStream
+from spolia.engine import AsyncEngine, SessionStore, TokenStream
 from spolia.errors import NotReady, UnknownModel
 from spolia.server.conversations import ConversationLog
 from spolia.server.curve import LiveCurve
 from spolia.server.explaining import ExplainLog
-from spolia.server.metrics import Metrics, ModelMetrics
+from spolia.server.metrics import Metrics, ModelMetrics, Reading
 from spolia.server.shelf import Shelf
 from spolia.server.slots import Slots
 
@@ -66,7 +66,8 @@ class ServedModel:
         keep_alive_s: for how long it stays without a request; None: until its memory is wanted.
         expires_s: Unix time of that; None while it is in use, or for ever.
         slots: llama.cpp's.
-        aside: sessions of an engine that was unloaded, for the next one.
+        leaving: an engine that is ending: what it counted is told as long as it is not added to what was before.
+        aside: of an engine that was unloaded, for the next one.
     """
 
     name: str
@@ -86,6 +87,7 @@ class ServedModel:
     used_s: float = 0.0
     expires_s: float | None = None
     expiry: asyncio.TimerHandle | None = None
+    leaving: AsyncEngine | None = None
     aside: SessionStore | None = None
     slots: Slots = field(default_factory=Slots)
     curve: LiveCurve = field(init=False)
@@ -183,7 +185,7 @@ class ServedModels:
         shelf: Shelf | None = None,
         library: Callable[[], Mapping[str, ModelSource]] = dict,
     ) -> None:
-        self.metrics = Metrics(self._snapshots, self._caches)
+        self.metrics = Metrics(self._readings)
         self.shelf = shelf or Shelf()
         self._request_timeout_s = request_timeout_s
         self._library = library
@@ -260,11 +262,11 @@ class ServedModels:
             if name not in self._by_name:
                 self._add(name, source)
 
-    def _snapshots(self) -> dict[str, EngineStats]:
-        return {name: engine.stats for name, engine in self.loaded().items()}
-
-    def _caches(self) -> dict[str, CacheStats]:
-        return {name: engine.cache_stats for name, engine in self.loaded().items()}
+    def _readings(self) -> dict[str, Reading]:
+        leaving = {served.name: served.leaving for served in self._by_name.values() if served.leaving is not None}
+        return {
+            name: Reading(engine.stats, engine.cache_stats) for name, engine in {**leaving, **self.loaded()}.items()
+        }
 
 
 _held: ContextVar[list[ServedModel] | None] = ContextVar("spolia_held", default=None)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from spolia.engine import KV_SHARE, AsyncEngine, available_bytes
 from spolia.errors import NotReady
 from spolia.server.logs import log_fields
+from spolia.server.metrics import Reading
 
 if TYPE_CHECKING:
     from spolia.server.served import ServedModel
@@ -159,7 +160,7 @@ class Shelf:
     def _begin(self, served: ServedModel, models: Sequence[ServedModel]) -> Future[AsyncEngine]:
         before, loading = served.loading, Future[AsyncEngine]()
         failed = None if before is None or before.exception() is not None else before.result()
-        served.loading = loading
+        served.loading, served.leaving = loading, failed
         served.since_s = time.time()
         loading.add_done_callback(lambda done: self.on_loaded(served, done))
         self._keep(asyncio.ensure_future(self._load(served, loading, models, failed)))
@@ -240,7 +241,7 @@ class Shelf:
     async def _unload(self, served: ServedModel) -> None:
         if served.state != "ready" or not served.is_idle or served.is_pinned:
             return
-        engine = served.engine
+        engine = served.leaving = served.engine
         served.loading = None
         self._stop_expiry(served)
         await _put_aside(served, engine)
@@ -274,6 +275,8 @@ async def _put_aside(served: ServedModel, engine: AsyncEngine) -> None:
     """End an engine; its sessions are for the next one."""
     await engine.aclose()
     served.aside = engine.sessions
+    served.leaving = None
+    served.metrics.end(Reading(engine.stats, engine.cache_stats))
 
 
 async def _nothing(_: ServedModel) -> None:

@@ -288,6 +288,10 @@ class Tier:
         with self._lock:
             self._known.clear()
         self.backend.close()
+        with suppress(Exception):  # one that cannot tell is taken to have what it had
+            health = self.backend.health()
+            with self._lock:
+                self._health = health
 
     # -- Parts ---------------------------------------------------------------------------------------------------------
 
