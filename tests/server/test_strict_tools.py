@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from openai import OpenAI
 from engine.toy import EOS
 from spolia.generation import ReasoningSplitter, StructuredOutput, Vocabulary
 from spolia.server.toolcalls import FORMATS, Format, ToolCallParser, gather
-from spolia.server.toolcalls.strict import call_grammar
+from spolia.server.toolcalls.strict import call_grammar, one_call_grammar
 
 from .harness import ChattyToy, TextTokenizer, ThinkingTemplate, scripted_engine, serving
 
@@ -61,8 +62,11 @@ class MarkedTokenizer(TextTokenizer):
 class Walk:
     """A reply that grows under the grammar."""
 
-    def __init__(self, format_: Format, thoughts: ReasoningSplitter | None = None) -> None:
-        marks = tuple(mark.encode() for mark in (format_.opening, format_.closing) if mark and format_.is_special)
+    def __init__(self, format_: Format, thoughts: ReasoningSplitter | None = None, one_call_of: Any = None) -> None:
+        written = [format_.opening, format_.closing]
+        if (shape := format_.shape) is not None:
+            written += re.findall(r"<[^<>]+>", shape.before + shape.after + shape.end)
+        marks = tuple(mark.encode() for mark in written if mark and format_.is_special)
         self.tokenizer = MarkedTokenizer((*marks, b"<|other|>"))
         vocabulary = Vocabulary(
             EOS + 2 + len(marks),
@@ -71,7 +75,10 @@ class Walk:
             token_bytes=self.tokenizer.token_bytes,
             is_special=self.tokenizer.is_special,
         )
-        grammar = call_grammar(format_, TOOLS, self.tokenizer, thoughts)  # type: ignore[arg-type]
+        if one_call_of is None:
+            grammar = call_grammar(format_, TOOLS, self.tokenizer, thoughts)  # type: ignore[arg-type]
+        else:
+            grammar = one_call_grammar(format_, one_call_of, self.tokenizer)  # type: ignore[arg-type]
         self._matcher: LLMatcher = vocabulary.grammars.compile(StructuredOutput(grammar=grammar))._matcher
         self._size = vocabulary.size
         self.ids: list[int] = []
@@ -98,7 +105,7 @@ class Walk:
 
 
 def calls_of(format_: Format, text: str, splitter: ReasoningSplitter | None = None) -> list[tuple[str, str]]:
-    parser = ToolCallParser(format_, {"weather", "time"}, strict={"weather"})
+    parser = ToolCallParser(format_, {"weather", "time"}, schemas={"weather": SCHEMA}, strict={"weather"})
     if splitter is not None:
         text = splitter.feed(text).content + splitter.finish().content
     _, calls = gather([*parser.feed(text), *parser.finish()])
@@ -152,6 +159,15 @@ def test_whatever_a_model_writes_the_calls_of_strict_tools_are_of_their_schema(f
         *(f'{{"name": {name}, "{key}": {each}}}' for name in names for each in arguments),
         *(f'{{"{key}": {each}, "name": {name}}}' for name in names for each in arguments),
     ]  # fmt: skip
+    if (shape := format_.shape) is not None:
+        begun = [f"{shape.before}{shape.prefix}{name}{shape.after}" for name in ("weather", "time", "other")]
+        pool += [format_.opening + begun[0]] * 12 + begun + [shape.end] * 6
+        if (parameters := shape.parameters) is not None:
+            line = "\n" if parameters.has_lines else ""
+            pool += [
+                f"{parameters.opening}{key}{parameters.middle}{line}{value}{line}{parameters.closing}"
+                for key, value in (("city", "Rome"), ("city", ""), ("days", "5"), ("days", "ten"), ("else", "5"))
+            ] * 4 + [parameters.closing] * 4
     num_strict = 0
     for _ in range(60):
         make = lambda: None if thinks is None else ReasoningSplitter(is_open=thinks == "does")  # noqa: E731
@@ -168,6 +184,9 @@ def test_whatever_a_model_writes_the_calls_of_strict_tools_are_of_their_schema(f
         for _ in range(400):  # to an end: what is forced first, or else whatever closes things
             if walk.may_end() or not (allowed := walk.allowed()):
                 break
+            if shape is not None and shape.parameters is not None and rng.random() < 0.2:
+                walk.take(shape.parameters.closing.encode())
+                continue
             wanted = [id_ for id_ in b'"}]' if id_ in allowed]
             walk.take([rng.choice(wanted or allowed)])
         if not walk.may_end():
@@ -177,6 +196,59 @@ def test_whatever_a_model_writes_the_calls_of_strict_tools_are_of_their_schema(f
                 num_strict += 1
                 assert VALIDATOR.is_valid(json.loads(said)), walk.text
     assert num_strict > 5
+
+
+MIXED = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "code": {"type": "string", "pattern": "^[A-Z]/[0-9]+$", "maxLength": 5},
+        "unit": {"$ref": "#/$defs/Unit"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "near": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+        "note": {"type": ["string", "null"], "maxLength": 4},
+        "warm": {"type": "boolean"},
+    },
+    "required": ["city", "code", "unit", "near"],
+    "additionalProperties": False,
+    "$defs": {"Unit": {"enum": ["°C", "a\nb"], "type": "string"}},
+}
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_what_a_random_model_must_call_is_read_as_one_call_of_the_schema(family):
+    format_, rng = FORMATS[family], random.Random(family)
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": MIXED}} for name in ("weather", "weather_more")
+    ]
+    validator = jsonschema.Draft202012Validator(MIXED)
+    parameters = format_.shape.parameters if format_.shape is not None else None
+    num_whole = 0
+    for _ in range(15):
+        walk = Walk(format_, one_call_of=tools)
+        for _ in range(1500):
+            if walk.may_end() or not (allowed := walk.allowed()):
+                break
+            if parameters is not None and rng.random() < 0.1:
+                walk.take(parameters.closing.encode())
+                continue
+            wanted = [id_ for id_ in b'"}]>' if id_ in allowed] if rng.random() < 0.5 else []
+            walk.take([rng.choice(wanted or allowed)])
+        if not walk.may_end():
+            continue
+        num_whole += 1
+        parser = ToolCallParser(
+            format_,
+            {"weather", "weather_more"},
+            schemas={"weather": MIXED, "weather_more": MIXED},
+            begun_with=format_.beginning,
+        )
+        text = walk.text if parameters is not None else walk.text + "\n"
+        content, (call,) = gather([*parser.feed(text), *parser.finish()])
+        assert not content.strip()
+        assert call.name in ("weather", "weather_more")
+        assert validator.is_valid(json.loads(call.arguments)), walk.text
+    assert num_whole > 5
 
 
 ROME = '{"city": "Rome", "days": 2}'

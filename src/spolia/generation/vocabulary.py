@@ -64,9 +64,14 @@ class Vocabulary:
         return np.array(found, np.int32)
 
     def _marked_tokens(self) -> list[bytes]:
-        """Every token's bytes; a special one is marked as no text by a byte that UTF-8 does not have."""
+        """Every token's bytes; a special one is marked as no text by a byte that UTF-8 does not have.
+
+        That byte alone would be the beginning of every special token, and allowed where any of them is.
+        """
         return [
-            b"\xff" + self.token_bytes(token_id) if self.is_special(token_id) else self.token_bytes(token_id)
+            b"\xff" + (self.token_bytes(token_id) or b"<%d>" % token_id)
+            if self.is_special(token_id)
+            else self.token_bytes(token_id)
             for token_id in range(self.size)
         ]
 

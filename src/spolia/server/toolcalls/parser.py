@@ -9,12 +9,15 @@ it names a tool that was offered, and text otherwise.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from spolia.server.toolcalls.formats import Format
 from spolia.server.toolcalls.parts import CallArguments, CallBegan, Part, Text
 from spolia.server.toolcalls.scanner import CallScanner
 from spolia.server.toolcalls.strict import bare_beginning
+from spolia.server.toolcalls.written import WrittenScanner
 
 __all__ = ["ToolCallParser"]
 
@@ -29,6 +32,7 @@ class ToolCallParser:
 
     Args:
         tool_names: those that were offered.
+        schemas: their parameters, by name, for families that write values without their types.
         denied: of those, what may not be called for now: such a call is text.
         strict: of those, what is held to its schema, which without marks it is only where it begins as `bare_beginning`
             has it: another call without marks is text.
@@ -41,6 +45,7 @@ class ToolCallParser:
         format_: Format,
         tool_names: Collection[str],
         *,
+        schemas: Mapping[str, Any] = MappingProxyType({}),
         denied: Collection[str] = (),
         strict: Collection[str] = (),
         one_call: bool = False,
@@ -48,12 +53,13 @@ class ToolCallParser:
     ) -> None:
         self._format = format_
         self._tool_names = tool_names
+        self._schemas = schemas
         self._denied = denied
         self._strict = strict
         self._one_call = one_call
         self._text = begun_with  # not yet understood
         self._held = ""  # a bare call so far, with what is around it: text, if it turns out to be none
-        self._scanner: CallScanner | None = None
+        self._scanner: CallScanner | WrittenScanner | None = None
         self._is_announced = False
         self._in_marks = False
         self._num_in_marks = 0
@@ -73,7 +79,10 @@ class ToolCallParser:
 
     def finish(self) -> list[Part]:
         """What was held back, now that nothing more comes."""
-        if self._scanner is None or not self._is_announced:
+        if self._scanner is not None and self._is_announced:
+            self._scanner.finish()
+            self._tell_arguments(self._scanner)
+        else:
             rest = self._opened_with + self._held + self._text
             if not self.num_calls or not _is_noise(rest):
                 self._emit(rest)
@@ -133,6 +142,9 @@ class ToolCallParser:
                 return True
             if mark and mark.startswith(text):
                 return False
+        if self._format.shape is not None:
+            self._begin(WrittenScanner(self._format.shape, self._schemas), text)
+            return True
         name, rest = _split_name(text)
         if name and not rest:
             return False  # more of it may come
@@ -169,7 +181,7 @@ class ToolCallParser:
         self._held = ""
         return True
 
-    def _begin(self, scanner: CallScanner, text: str) -> None:
+    def _begin(self, scanner: CallScanner | WrittenScanner, text: str) -> None:
         """Read a call from `text`, the rest of what is not understood; what is passed over is kept for now."""
         if not self._num_in_marks:
             self._held += self._text[: len(self._text) - len(text)]
@@ -177,18 +189,18 @@ class ToolCallParser:
         self._is_announced = False
         self._text = text
 
-    def _advance_call(self, scanner: CallScanner) -> bool:
+    def _advance_call(self, scanner: CallScanner | WrittenScanner) -> bool:
         num_read = scanner.feed(self._text)
-        read, self._text = self._text[:num_read], self._text[num_read:]
+        read, self._text = self._text[:num_read], scanner.unread + self._text[num_read:]
         if not self._is_announced:
             self._held += read
             if scanner.name is not None and self._may_call(scanner.name):
-                self._announce(scanner.name)
+                self._announce(scanner.name, scanner.id)
             elif scanner.name is not None or scanner.is_done or scanner.is_broken:
                 self._give_up()
                 return True
-        if self._is_announced and (arguments := scanner.take_arguments()):
-            self._emit_call(CallArguments(self.num_calls - 1, arguments))
+        if self._is_announced:
+            self._tell_arguments(scanner)
         if scanner.is_done or scanner.is_broken:
             self._scanner = None
         return bool(self._text)
@@ -203,12 +215,16 @@ class ToolCallParser:
             return name in self._tool_names
         return self._is_held and re.match(bare_beginning(name), self._held) is not None
 
-    def _announce(self, name: str) -> None:
+    def _tell_arguments(self, scanner: CallScanner | WrittenScanner) -> None:
+        if arguments := scanner.take_arguments():
+            self._emit_call(CallArguments(self.num_calls - 1, arguments))
+
+    def _announce(self, name: str, id_: str | None) -> None:
         self._is_announced = True
         self._held = ""
         self.num_calls += 1
         self._num_in_marks += 1
-        self._emit_call(CallBegan(self.num_calls - 1, self._format.new_id(), name))
+        self._emit_call(CallBegan(self.num_calls - 1, id_ or self._format.new_id(), name))
 
     def _give_up(self) -> None:
         """What looked like a call is text."""

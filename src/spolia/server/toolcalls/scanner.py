@@ -15,7 +15,7 @@ from enum import Enum, auto
 
 __all__ = ["CallScanner"]
 
-_NAME_KEYS = frozenset({"name", "function"})
+_NAME_KEYS = frozenset({"name", "function", "tool_name"})
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 _OPENERS, _CLOSERS = frozenset("{["), frozenset("}]")
 
@@ -40,7 +40,12 @@ class CallScanner:
 
     Attributes:
         name: of the tool, once it is known.
+        id: of the call; JSON has none.
+        unread: nothing: it is known at once what is of the call.
     """
+
+    id: str | None = None
+    unread = ""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
@@ -59,6 +64,9 @@ class CallScanner:
     @property
     def is_broken(self) -> bool:
         return self._at is _At.BROKEN
+
+    def finish(self) -> None:
+        """The reply ends here; nothing was held back."""
 
     def take_arguments(self) -> str:
         """The arguments' text that has come since the last time; "" until the name is known."""

@@ -11,23 +11,31 @@ more calls comes after a call. A bare call is one without marks, which small mod
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spolia.generation import ReasoningSplitter, json_rule
 from spolia.models import Tokenizer
 from spolia.server.toolcalls.formats import Format
+from spolia.server.toolcalls.rules import SPACE, Marks, call_rules, pattern_of
 
-__all__ = ["bare_beginning", "call_grammar"]
+__all__ = ["bare_beginning", "call_grammar", "one_call_grammar"]
 
-_S = r"[ \t\r\n]{0,32}"
+_S = SPACE
 _BETWEEN = r"([\[\],; \t\r\n]|```json|```)*"
 
 
 def bare_beginning(name: str) -> str:
     """A regular expression for how a bare call of this tool begins; one that begins otherwise is none."""
-    return rf'{_BETWEEN}\{{{_S}"name"{_S}:{_S}{_literal(json.dumps(name, ensure_ascii=False))}'
+    return rf'{_BETWEEN}\{{{_S}"name"{_S}:{_S}{pattern_of(json.dumps(name, ensure_ascii=False))}'
+
+
+def one_call_grammar(format_: Format, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> str:
+    """Lark, for what follows `Format.beginning` where there must be a call: one of these tools, held to its schema."""
+    marks = Marks(tokenizer, format_)
+    end = marks.rule(format_.shape.end) if format_.shape is not None and format_.shape.ends_outside else ""
+    rules = call_rules(format_, tools, marks, strict_only=False)
+    return "\n".join(["%llguidance {}", f"start: call {end}", f"SPACE: /{_S}/", *rules])
 
 
 def call_grammar(
@@ -43,7 +51,7 @@ def call_grammar(
             schemas, those of others to be an object.
         thoughts: what tells the reply's thoughts, in which no call begins, from the rest; None where there are none.
     """
-    marks = _Marks(tokenizer, format_)
+    marks = Marks(tokenizer, format_)
     strict = [tool["function"] for tool in tools if tool["function"].get("strict")]
     bare = " | ".join(f"bare_{index}" for index in range(len(strict)))
     rules = [
@@ -55,7 +63,7 @@ def call_grammar(
         f"SPACE: /{_S}/",
         f"SEPARATOR: /{_S}[;,]?{_S}/",
         f"calls: {_calls(marks)}",
-        f"call: {json_rule(format_.call_schema(tools, strict_only=True))}",
+        *call_rules(format_, tools, marks, strict_only=True),
         *_start(bare, thoughts, marks),
     ]
     for index, function in enumerate(strict):
@@ -67,22 +75,7 @@ def call_grammar(
     return "\n".join(rules)
 
 
-class _Marks:
-    """A format's marks as a vocabulary has them: special tokens, or text, or either."""
-
-    def __init__(self, tokenizer: Tokenizer, format_: Format) -> None:
-        self.format = format_
-        marks = {mark.encode(): mark for mark in (format_.opening, format_.closing) if mark}
-        spelt = {id_: marks.get(tokenizer.token_bytes(id_)) for id_ in tokenizer.special_ids}
-        self._tokens = {mark: f"<[{id_}]>" for id_, mark in spelt.items() if mark is not None}
-        others = sorted(id_ for id_, mark in spelt.items() if mark is None and id_ not in tokenizer.end_ids)
-        self.others = f"<[{','.join(map(str, others))}]>" if others else None
-
-    def token(self, mark: str) -> str | None:
-        return self._tokens.get(mark)
-
-
-def _pieces(suffix: str, text: str, marks: _Marks) -> list[str]:
+def _pieces(suffix: str, text: str, marks: Marks) -> list[str]:
     """What replies are made of, and what they end with, where `text` is the lexeme of their text."""
     format_ = marks.format
     pieces = [f"{text} {marks.others}"] if marks.others else []
@@ -97,10 +90,12 @@ def _pieces(suffix: str, text: str, marks: _Marks) -> list[str]:
     ]
 
 
-def _calls(marks: _Marks) -> str:
+def _calls(marks: Marks) -> str:
     """From after an opening mark to after its closing one, or to the reply's end."""
     format_ = marks.format
     calls = "SPACE call" if format_.closing else "SPACE call (SEPARATOR call)*"
+    if format_.shape is not None and not format_.shape.ends_outside:
+        calls = "SPACE call (SPACE call)*"
     if format_.in_list:
         opening = "" if format_.opening.endswith("[") else 'SPACE "["'
         calls = f'{opening} SPACE call (SPACE "," SPACE call)* SPACE "]"'
@@ -110,14 +105,14 @@ def _calls(marks: _Marks) -> str:
     return f"{calls} SPACE ({json.dumps(format_.closing)}{' | ' + token if token else ''})"
 
 
-def _start(bare: str, thoughts: ReasoningSplitter | None, marks: _Marks) -> list[str]:
+def _start(bare: str, thoughts: ReasoningSplitter | None, marks: Marks) -> list[str]:
     """What comes before the reply: thoughts up to their end, which may not come."""
     if thoughts is None:
         return ["start: reply"]
-    closing = _literal(thoughts.closing)
+    closing = pattern_of(thoughts.closing)
     if thoughts.is_inside:
         return ["start: thoughts reply | TEXT", rf"thoughts[lazy]: /(.|\n)*{closing}/"]
-    opening = rf"[ \t\r\n]*{_literal(thoughts.opening)}(.|\n)*"
+    opening = rf"[ \t\r\n]*{pattern_of(thoughts.opening)}(.|\n)*"
     return [
         f"start: thoughts reply | THOUGHTS | ({bare})+ rest | piece_first rest | end_first",
         f"thoughts[lazy]: /{opening}{closing}/",
@@ -125,8 +120,3 @@ def _start(bare: str, thoughts: ReasoningSplitter | None, marks: _Marks) -> list
         rf"FIRST: /(.|\n)*/ & ~/{opening}/",
         *_pieces("_first", "FIRST", marks),
     ]
-
-
-def _literal(text: str) -> str:
-    """A regular expression for `text`, between slashes."""
-    return re.escape(text).replace("/", r"\/")

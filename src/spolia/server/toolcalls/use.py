@@ -12,7 +12,7 @@ from spolia.generation import ReasoningSplitter
 from spolia.models import Model
 from spolia.server.toolcalls.formats import FORMATS, Format, format_of
 from spolia.server.toolcalls.parser import ToolCallParser
-from spolia.server.toolcalls.strict import call_grammar
+from spolia.server.toolcalls.strict import call_grammar, one_call_grammar
 
 __all__ = ["ToolUse"]
 
@@ -80,6 +80,7 @@ class ToolUse:
         return ToolCallParser(
             self.format(model),
             offered,
+            schemas={tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools},
             denied=offered.difference(self.names),
             strict=self.strict_names,
             one_call=not self.parallel or self.must_call,
@@ -112,7 +113,10 @@ class ToolUse:
                 "a call must be made and the answer have a form of its own: it cannot be both; send tool_choice auto",
                 param="tool_choice",
             )
-        form = StructuredOutput.of({"json": format_.call_schema(self._callable)})
+        if format_.shape is None:
+            form = StructuredOutput(json=format_.call_schema(self._callable))
+        else:
+            form = StructuredOutput(grammar=one_call_grammar(format_, self._callable, model.tokenizer))
         return replace(params, structured_outputs=form)
 
     async def prepare(
@@ -126,10 +130,12 @@ class ToolUse:
         Raises:
             InvalidRequest: a tool's schema cannot be compiled.
         """
-        params = self.params(params, engine.model, thoughts)
         try:
+            params = self.params(params, engine.model, thoughts)
             await engine.prepare(params)
         except InvalidRequest as error:
+            if error.param != "structured_outputs":
+                raise
             raise InvalidRequest(str(error).replace("structured_outputs", "tools", 1), param="tools") from None
         return params
 
