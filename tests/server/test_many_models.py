@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import pytest
 
 from engine.toy import ToyExecutable
 from spolia.cli.ps import report
-from spolia.engine import AsyncEngine
+from spolia.engine import AsyncEngine, EngineConfig
 from spolia.errors import ModelError
 from spolia.server import ModelSource, ServerConfig, parse_duration
 from spolia.tiers import FolderBackend, Tier
@@ -111,7 +112,8 @@ def test_a_pinned_model_stays_and_whoever_needs_its_room_is_told():
         assert complete(url, "a").status_code == 200
         refused = complete(url, "b")
         assert refused.status_code == 503
-        assert "none of those in memory may be unloaded: a. Raise --memory" in refused.json()["error"]["message"]
+        message = refused.json()["error"]["message"]
+        assert re.search(r"none of those in memory may be unloaded: a \(\d+ bytes\)\. Raise --memory", message)
         assert states(url) == {"a": "ready", "b": "unloaded"}
 
 
@@ -352,6 +354,61 @@ def test_what_was_changed_outlives_an_unloading():
         assert states(url)["a"] == "unloaded"
         assert complete(url, "a").status_code == 200
         eventually(lambda: change_of(url, "a") == (32 * block_bytes, "slru", ["host"]))
+
+
+@pytest.mark.parametrize("has_tier", [False, True])
+def test_pins_and_settings_are_there_again_when_a_model_is_back(has_tier: bool, tmp_path: Path):
+    def load(_: int | None) -> AsyncEngine:
+        tiers = [Tier("disk", FolderBackend(tmp_path / "kv", 1 << 24))] if has_tier else []
+        return chatty_engine(num_blocks=64, tiers=tiers)
+
+    prompt = "a prompt of more than two blocks of sixteen tokens"
+    source = ModelSource(load=load, size_bytes=lambda: 1, config=EngineConfig(kv_policy="slru", kv_host=1 << 20))
+    with serving({"a": source}) as url, httpx.Client(base_url=url, timeout=60) as client:
+        fresh = client.get("/v1/cache/config").json()
+        assert (fresh["status"], fresh["kv_policy"], fresh["kv_memory"]) == ("unloaded", "slru", None)
+        assert [(tier["name"], tier["state"]) for tier in fresh["tiers"]] == [("host", "unloaded")]
+        assert client.get("/v1/cache/curve").json()["advice"] == "no requests yet"
+        assert states(url) == {"a": "unloaded"}  # none of these was a reason to load it
+        pin = client.post("/v1/cache/warm", json={"prompt": prompt, "pin": True, "cache_salt": "x"}).json()["pin"]
+        lifted = client.post("/v1/cache/pins", json={"prompt": prompt, "cache_salt": "x"}).json()["id"]
+        client.delete(f"/v1/cache/pins/{lifted}", params={"cache_salt": "x"}).raise_for_status()
+        loaded = client.get("/v1/cache/config").json()
+        client.post("/api/generate", json={"model": "a", "keep_alive": 0}).raise_for_status()
+        eventually(lambda: states(url) == {"a": "unloaded"})
+        kept = client.get("/v1/cache/config").json()
+        assert (kept["kv_policy"], kept["kv_memory"]) == (loaded["kv_policy"], loaded["kv_memory"])
+        assert client.get("/v1/cache/curve").status_code == 200
+        assert states(url) == {"a": "unloaded"}
+        holds = {"id": pin, "object": "cache.pin", "num_tokens": 50}
+        eventually(lambda: client.get("/v1/cache/pins", params={"cache_salt": "x"}).json()["data"] == [holds])
+        assert client.get("/v1/cache/pins").json()["data"] == []  # it is its owner's
+        assert client.delete(f"/v1/cache/pins/{pin}", params={"cache_salt": "x"}).json()["deleted"]
+        assert client.get("/v1/cache/pins", params={"cache_salt": "x"}).json()["data"] == []
+
+
+def test_a_model_that_is_back_has_the_memory_that_it_had():
+    asked: list[tuple[str, int | None]] = []
+    block_bytes = 128
+
+    def source(name: str) -> ModelSource:
+        def load(kv_bytes: int | None) -> AsyncEngine:
+            asked.append((name, kv_bytes))
+            executable = ToyExecutable()
+            executable.packed_bytes = 60 * MB
+            return chatty_engine(executable=executable, num_blocks=(kv_bytes or 0) // block_bytes)
+
+        return ModelSource(load=load, size_bytes=lambda: 60 * MB)
+
+    with serving({"a": source("a"), "b": source("b")}, ServerConfig(memory_bytes=180 * MB)) as url:
+        for name in "aba":
+            assert complete(url, name).status_code == 200
+        assert asked == [("a", 30 * MB), ("b", 16 * MB)]
+        ollama_body = {"model": "a", "keep_alive": 0}
+        httpx.post(f"{url}/api/generate", json=ollama_body, timeout=60).raise_for_status()
+        eventually(lambda: states(url)["a"] == "unloaded")
+        assert complete(url, "a").status_code == 200
+        assert asked[2:] == [("a", 30 * MB)]
 
 
 def change_of(url: str, model: str) -> tuple[int, str, list[str]]:

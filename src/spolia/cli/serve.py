@@ -105,6 +105,7 @@ def run(
             load=partial(_load, source, config, recording),
             size_bytes=partial(_size_bytes, source, config),
             is_pinned=called in pinned,
+            config=config,
             loading=loading,
         )
 

@@ -426,7 +426,7 @@ def _list(tier: Tier, namespaces: Collection[bytes] | None) -> _Found:
 def _pinned_keys(core: EngineCore) -> set[bytes]:
     """What tiers call the whole blocks of what is pinned."""
     blocks = core.tiering.blocks
-    return {key for namespace, ids in core.cache.pinned() for key in blocks.keys(_chain(namespace, ids))}
+    return {key for pin, ids in core.cache.pinned() for key in blocks.keys(_chain(pin.namespace, ids))}
 
 
 def _drop(tier: Tier, namespaces: Collection[bytes] | None, kept: Collection[bytes]) -> int | None:

@@ -555,16 +555,19 @@ class KVCache:
         if owner is not None and owner.num_tokens + num_new_tokens > owner.quota_tokens:
             self._evictor.trim(owner, max(0, owner.quota_tokens - num_new_tokens))
 
-    def pin(self, namespace: bytes, token_ids: ArrayLike, ttl_s: float | None = None) -> Pin | None:
+    def pin(
+        self, namespace: bytes, token_ids: ArrayLike, ttl_s: float | None = None, *, pin_id: int | None = None
+    ) -> Pin | None:
         """Let what is cached of these tokens go last of all: only if a running sequence could not go on otherwise.
 
         Args:
             ttl_s: seconds until it is lifted by itself; None: never.
+            pin_id: of a pin that this one takes the place of, here or in the cache before this one; None: it is new.
 
         Returns:
             The pin, to be lifted by its id; None if it would exceed the quota, `pin_share` of the smallest pool.
         """
-        return self._pins.pin(namespace, _as_ids(token_ids), ttl_s)
+        return self._pins.pin(namespace, _as_ids(token_ids), ttl_s, pin_id)
 
     def unpin(self, pin_id: int) -> bool:
         """Lift a pin; False if there is none of that id."""
@@ -579,8 +582,8 @@ class KVCache:
         """
         return self._pins.of(namespace, _as_ids(token_ids))
 
-    def pinned(self) -> list[tuple[bytes, Ids]]:
-        """(namespace, token ids) of what each pin was put on, also where it holds less of it by now."""
+    def pinned(self) -> list[tuple[Pin, Ids]]:
+        """Each pin, and the token ids that it was put on, also where it holds less of them by now."""
         return self._pins.contents()
 
     # -- Looking over it -----------------------------------------------------------------------------------------------

@@ -44,9 +44,11 @@ class Pins:
         """Change the quota. Pins that hold go on holding."""
         self._quota_tokens = quota_tokens
 
-    def pin(self, namespace: bytes, ids: Ids, ttl_s: float | None) -> Pin | None:
+    def pin(self, namespace: bytes, ids: Ids, ttl_s: float | None, pin_id: int | None) -> Pin | None:
         """See `KVCache.pin`."""
         self.lift_expired()
+        if pin_id is not None:
+            self.lift(pin_id)
         path, length = self._tree.match(namespace, ids)
         num_pinned = max((min(node.end, length) for node in path if node.standing.pins), default=0)
         if self._retention.num_pinned_tokens + length - num_pinned > self._quota_tokens:
@@ -54,9 +56,10 @@ class Pins:
         if path:
             self._tree.split_path(path[-1], length)
             path, length = self._tree.match(namespace, ids)
-        self._num_made += 1
+        number = self._num_made + 1 if pin_id is None else pin_id
+        self._num_made = max(self._num_made, number)
         until = None if ttl_s is None else self._retention.clock() + ttl_s
-        pin = Pin(self._num_made, namespace, length, until)
+        pin = Pin(number, namespace, length, until)
         for node in path:
             self._retention.set_pins(node, node.standing.pins | {pin.id})
         self._held[pin.id] = pin, ids[:length].copy()
@@ -88,10 +91,10 @@ class Pins:
             if namespace in (None, pin.namespace) and not (held[: len(ids)] != ids[: len(held)]).any()
         )
 
-    def contents(self) -> list[tuple[bytes, Ids]]:
+    def contents(self) -> list[tuple[Pin, Ids]]:
         """See `KVCache.pinned`."""
         self.lift_expired()
-        return [(pin.namespace, ids) for pin, ids in self._held.values()]
+        return list(self._held.values())
 
     def _num_held(self, pin: Pin, ids: Ids) -> int:
         """How many tokens the pin still holds: what is computed again after it was given up is not pinned."""

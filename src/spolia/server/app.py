@@ -30,6 +30,7 @@ from spolia.server.llamacpp import LlamaCppEndpoints
 from spolia.server.mcp import McpChat, McpServers, read_mcp_file
 from spolia.server.ollama import OllamaEndpoints, OllamaLibrary
 from spolia.server.page import PageEndpoints
+from spolia.server.pins import Pins
 from spolia.server.responses import ResponsesEndpoints
 from spolia.server.resuming import ResumableStreams
 from spolia.server.routes import Route
@@ -71,13 +72,14 @@ def create_app(
         library=library,
     )
     mcp = None if config.mcp is None else McpServers(read_mcp_file(config.mcp))
-    streams = ResumableStreams()
+    streams, pins = ResumableStreams(), Pins(models.shelf)
     events = EventEndpoints(models)
-    app = _App([*_routes(models, config, McpChat(mcp, config)), *streams.routes(), *events.routes()])
+    app = _App([*_routes(models, config, pins, McpChat(mcp, config)), *streams.routes(), *events.routes()])
     app.state.resumable_streams = streams
     app.state.cache_events = events
     app.state.models = models
     app.state.mcp = mcp
+    app.state.pins = pins
     app.state.body_deadlines = BodyDeadlines(config.body_timeout_s)
     app.state.tracing = tracing = None if config.traces is None else Tracing(config.traces)
     app.add_middleware(HoldsModels, models=models)
@@ -89,14 +91,14 @@ def create_app(
     return app
 
 
-def _routes(models: ServedModels, config: ServerConfig, mcp: McpChat) -> list[Route]:
+def _routes(models: ServedModels, config: ServerConfig, pins: Pins, mcp: McpChat) -> list[Route]:
     """Every API's, and what llama.cpp's clients call without /v1."""
     complete, chat = CompletionEndpoint(models, config), ChatEndpoint(models, config, mcp.respond)
     return [
         *StatusEndpoints(models).routes(),
         *PageEndpoints(models).routes(),
-        *CacheEndpoints(models, config).routes(),
-        *CacheAdminEndpoints(models, config).routes(),
+        *CacheEndpoints(models, config, pins).routes(),
+        *CacheAdminEndpoints(models, config, pins).routes(),
         *SessionEndpoints(models, config).routes(),
         *TokenizeEndpoints(models, config).routes(),
         Route("POST", "/v1/completions", complete.respond, CompletionRequest),

@@ -16,12 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spolia.engine import Pin
-from spolia.errors import InvalidRequest, Overloaded
+from spolia.errors import InvalidRequest
 from spolia.server.access import current_caller
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.encoding import encode
 from spolia.server.errors import UnknownThing
+from spolia.server.pins import Pins
 from spolia.server.prompting import encode_chat
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
@@ -42,8 +43,9 @@ class PinRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class CacheEndpoints:
     """Bound to the models of one app."""
 
-    def __init__(self, models: ServedModels, config: ServerConfig) -> None:
+    def __init__(self, models: ServedModels, config: ServerConfig, pins: Pins) -> None:
         self._models = models
+        self._pins = pins
         self._config = config
 
     def routes(self) -> list[Route]:
@@ -70,7 +72,8 @@ class CacheEndpoints:
     async def curve(self, request: Request) -> Response:
         """What the requests so far would have hit at other sizes."""
         served = self._models.get(request.query_params.get("model"))
-        served.engine  # noqa: B018 - raises while it loads
+        if served.state != "unloaded":
+            served.engine  # noqa: B018 - raises while it loads
         return _json({"object": "cache.curve", "model": served.name, **served.curve.describe()})
 
     async def pin(self, request: Request) -> Response:
@@ -89,11 +92,8 @@ class CacheEndpoints:
             ids = await encode(model.tokenizer, prompt) if isinstance(prompt, str) else prompt
         if not all(0 <= id_ < model.tokenizer.vocab_size for id_ in ids):
             raise InvalidRequest("prompt has token ids that are not in the vocabulary", param="prompt")
-        namespace = _namespace(served, body.cache_salt)
-        pin = await served.engine.call(lambda core: core.cache.pin(namespace, ids, body.ttl))
-        if pin is None:
-            raise Overloaded("pins may take half of the cache, and with this one they would take more; lift others")
-        return _json(_card(pin))
+        salt = current_caller().cache_salt(body.cache_salt or "")
+        return _json(_card(await self._pins.put(served, ids, salt, body.ttl)))
 
     async def pins(self, request: Request) -> Response:
         """What is pinned, and how much of the quota that takes."""

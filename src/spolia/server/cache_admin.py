@@ -22,15 +22,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spolia.engine import CacheAdmin, ClearReport, SamplingParams, Wish
-from spolia.errors import InvalidRequest, Overloaded
+from spolia.engine import AsyncEngine, CacheAdmin, ClearReport, SamplingParams, Wish
+from spolia.errors import InvalidRequest
 from spolia.server.access import current_caller, tenant_salt
 from spolia.server.answer import Answer
 from spolia.server.body import BodyDeadlines, read_body
 from spolia.server.config import ServerConfig
 from spolia.server.encoding import encode
 from spolia.server.errors import Forbidden
-from spolia.server.hot_changes import ConfigChange, HotChanges, describe
+from spolia.server.hot_changes import ConfigChange, HotChanges, describe, describe_unloaded
+from spolia.server.pins import Pins
 from spolia.server.prompting import encode_chat
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
@@ -102,7 +103,7 @@ async def select_ids(served: ServedModel, body: Selection) -> list[int]:
     return ids
 
 
-async def warm(served: ServedModel, body: WarmRequest, *, max_waiting: int) -> dict[str, Any]:
+async def warm(served: ServedModel, body: WarmRequest, pins: Pins, *, max_waiting: int) -> dict[str, Any]:
     """Compute a prompt, so that who asks for it finds it.
 
     Raises:
@@ -133,22 +134,21 @@ async def warm(served: ServedModel, body: WarmRequest, *, max_waiting: int) -> d
         "num_computed_tokens": len(ids) - output.num_cached_tokens,
     }
     if body.pin:
-        namespace, ttl_s = _namespace(served, body.cache_salt), body.ttl
-        pin = await served.engine.call(lambda core: core.cache.pin(namespace, ids, ttl_s))
-        if pin is None:
-            raise Overloaded("pins may take half of the cache, and with this one they would take more; lift others")
-        done["pin"] = pin.id
+        done["pin"] = (await pins.put(served, ids, _salt(body.cache_salt), body.ttl)).id
     return done
 
 
 class CacheAdminEndpoints:
     """Bound to the models of one app."""
 
-    def __init__(self, models: ServedModels, config: ServerConfig) -> None:
+    def __init__(self, models: ServedModels, config: ServerConfig, pins: Pins) -> None:
         self._models = models
         self._config = config
+        self._pins = pins
         self._changes = HotChanges(self._free_bytes)
-        models.shelf.on_back = lambda served: self._changes.make_again(served, _admin(served))
+        self._left: dict[ServedModel, dict[str, Any]] = {}
+        models.shelf.on_leave = self._leave
+        models.shelf.on_back = self._come_back
 
     def routes(self) -> list[Route]:
         return [
@@ -186,7 +186,7 @@ class CacheAdminEndpoints:
     async def warm(self, request: Request) -> Response:
         """Compute a prompt ahead."""
         served, body, _ = await self._read(request, WarmRequest)
-        return _json(await warm(served, body, max_waiting=self._config.max_waiting))
+        return _json(await warm(served, body, self._pins, max_waiting=self._config.max_waiting))
 
     async def move(self, request: Request) -> Response:
         """Have a prompt's KV in a tier, or on the device."""
@@ -269,7 +269,7 @@ class CacheAdminEndpoints:
         return _json({"object": "cache.imported", "model": served.name, "num_tokens": num_tokens})
 
     async def config(self, request: Request) -> Response:
-        """Size, policy and tiers, as they are now."""
+        """Size, policy and tiers, as they are now; of a model that is not in memory, as it will have them."""
         return _json(await self._describe(self._models.get(request.query_params.get("model"))))
 
     async def change(self, request: Request) -> Response:
@@ -289,7 +289,20 @@ class CacheAdminEndpoints:
         return Response(msgspec.json.encode(content), 200 if failed is None else 409, media_type="application/json")
 
     async def _describe(self, served: ServedModel) -> dict[str, Any]:
-        return await describe(served, may_grow_bytes=self._free_bytes())
+        if served.state == "unloaded":
+            return self._left.get(served) or describe_unloaded(served)
+        return await describe(served, served.engine, may_grow_bytes=self._free_bytes())
+
+    async def _leave(self, served: ServedModel, engine: AsyncEngine) -> None:
+        """Before an engine ends: what the next one is to have."""
+        left = await describe(served, engine, may_grow_bytes=self._free_bytes())
+        rest = {"state": "unloaded", "reason": f"it is there when model {served.name} is loaded again"}
+        self._left[served] = {**left, "status": "unloaded", "tiers": [{**tier, **rest} for tier in left["tiers"]]}
+        await self._pins.leave(served, engine)
+
+    async def _come_back(self, served: ServedModel) -> None:
+        await self._changes.make_again(served, _admin(served))
+        await self._pins.put_again(served)
 
     def _free_bytes(self) -> int | None:
         """Of the server's `--memory`."""
@@ -308,10 +321,6 @@ def _admin(served: ServedModel) -> CacheAdmin:
 
 def _salt(asked: str | None) -> str:
     return current_caller().cache_salt(asked or "")
-
-
-def _namespace(served: ServedModel, cache_salt: str | None) -> bytes:
-    return served.engine.namespace(_salt(cache_salt))
 
 
 def _tenants_own(served: ServedModel, tenant: str) -> bytes:

@@ -27,23 +27,26 @@ class LiveCurve:
     """Its thread begins with the first request. Where the cache's size or policy is changed, the ghosts' are, too.
 
     Args:
-        engine: the model's; it may be another one each time, and is asked for only while there is one.
+        engine: the model's; it may be another one each time. None: it is not in memory.
     """
 
-    def __init__(self, engine: Callable[[], AsyncEngine]) -> None:
+    def __init__(self, engine: Callable[[], AsyncEngine | None]) -> None:
         self._engine = engine
         self._waiting: queue.Queue[tuple[RequestOutput, Sequence[Wish], _Setting]] = queue.Queue(_MAX_WAITING)
         self._ghosts: GhostCaches | None = None
         self._lock = threading.Lock()  # guards the ghosts
         self._num_left_out = 0
         self._num_cached_tokens = 0
+        self._seen: tuple[_Setting, float] | None = None
 
     def take(self, output: RequestOutput, wishes: Sequence[Wish] = ()) -> None:
         """A request that has ended, and what it wished for its KV. Does not wait."""
         if output.explanation is None:
             return  # it was aborted before the cache was asked for anything
         engine = self._engine()
-        setting = engine.stats.ledger[0].total, engine.policy_type
+        if engine is None:
+            return
+        setting = self._look(engine)[0]
         if self._ghosts is None:
             self._ghosts = GhostCaches(*setting, most_blocks=min(engine.most_blocks, _GROWTH * setting[0]))
             threading.Thread(target=self._run, name="spolia-ghosts", daemon=True).start()
@@ -53,18 +56,19 @@ class LiveCurve:
             self._num_left_out += 1
 
     def describe(self) -> dict[str, Any]:
-        """The curve, and what more memory would have bought, in words."""
+        """The curve, and what more memory would have bought, in words. Without an engine: as of the last one."""
         engine = self._engine()
-        setting = engine.stats.ledger[0].total, engine.policy_type
-        bytes_per_token = engine.kv_bytes / max(1, 16 * setting[0])
+        seen = self._seen if engine is None else self._look(engine)
+        policy, bytes_per_token = (None, 0.0) if seen is None else (seen[0][1].name, seen[1])
         with self._lock:
-            self._follow(setting)
+            if seen is not None:
+                self._follow(seen[0])
             ghosts = self._ghosts
             points = [] if ghosts is None else ghosts.curve()
             num_requests, num_prompt = (0, 0) if ghosts is None else (ghosts.num_requests, ghosts.num_prompt_tokens)
             measured = self._num_cached_tokens / max(1, num_prompt)
         return {
-            "policy": engine.policy_type.name,
+            "policy": policy,
             "num_requests": num_requests,
             "num_requests_left_out": self._num_left_out,
             "num_prompt_tokens": num_prompt,
@@ -72,6 +76,12 @@ class LiveCurve:
             "points": [_point(point, bytes_per_token) for point in points],
             "advice": _advice(points, bytes_per_token),
         }
+
+    def _look(self, engine: AsyncEngine) -> tuple[_Setting, float]:
+        """The cache's setting now, and the bytes of a token's KV."""
+        setting = engine.stats.ledger[0].total, engine.policy_type
+        self._seen = setting, engine.kv_bytes / max(1, 16 * setting[0])
+        return self._seen
 
     def settle(self, timeout_s: float = 10.0) -> None:
         """Wait until the ghosts have taken what was given to them."""

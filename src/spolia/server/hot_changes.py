@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from spolia.engine import AsyncEngine, CacheAdmin
+from spolia.engine import AsyncEngine, CacheAdmin, EngineConfig
 from spolia.errors import InvalidRequest, SpoliaError
 from spolia.kvcache import POLICIES
 from spolia.server.served import ServedModel
 from spolia.sizes import parse_bytes
 from spolia.tiers import Checksum, FolderBackend, HostBackend, Tier, TierUse, open_remote
 
-__all__ = ["Change", "ConfigChange", "HotChanges", "apply_changes", "describe"]
+__all__ = ["Change", "ConfigChange", "HotChanges", "apply_changes", "describe", "describe_unloaded"]
 
 logger = logging.getLogger("spolia.server")
 
@@ -111,13 +111,46 @@ class Change(msgspec.Struct):
     error: str | None = None
 
 
-async def describe(served: ServedModel, *, may_grow_bytes: int | None = None) -> dict[str, Any]:
+def describe_unloaded(served: ServedModel) -> dict[str, Any]:
+    """The settings that a model will be loaded with; None is for what is measured then."""
+    config = EngineConfig() if served.source is None else served.source.config
+    tiers = {
+        "host": ("write_back", config.kv_host, config.kv_host),
+        "disk": (config.kv_write, config.kv_disk, config.kv_disk_size),
+        "remote": (config.kv_write, config.kv_remote, None),
+    }
+    return {
+        "object": "cache.config",
+        "model": served.name,
+        "status": "unloaded",
+        "kv_policy": config.kv_policy,
+        "kv_memory": config.kv_memory,
+        "kv_memory_max": None,
+        "max_model_len": config.max_context,
+        "kv_dtype": config.kv_dtype,
+        "kv_fetch": config.kv_fetch,
+        "tiers": [
+            {
+                "name": name,
+                "state": "unloaded",
+                "reason": f"it is there when model {served.name} is loaded",
+                "write": write,
+                "is_exclusive": name == "host",
+                "num_bytes": None,
+                "capacity_bytes": size,
+            }
+            for name, (write, place, size) in tiers.items()
+            if place is not None
+        ],
+    }
+
+
+async def describe(served: ServedModel, engine: AsyncEngine, *, may_grow_bytes: int | None = None) -> dict[str, Any]:
     """A cache's settings as they are now.
 
     Args:
         may_grow_bytes: as `apply_changes` has it.
     """
-    engine = served.engine
     sizes = engine.sizes
     kv_memory, most, policy, uses = await engine.call(
         lambda core: (
@@ -144,6 +177,7 @@ async def describe(served: ServedModel, *, may_grow_bytes: int | None = None) ->
     return {
         "object": "cache.config",
         "model": served.name,
+        "status": "ready",
         "kv_policy": policy,
         "kv_memory": kv_memory,
         "kv_memory_max": max(kv_memory, most),

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from spolia.engine import AsyncEngine, SessionStore, TokenStream
+from spolia.engine import AsyncEngine, EngineConfig, SessionStore, TokenStream
 from spolia.errors import NotReady, UnknownModel
 from spolia.server.conversations import ConversationLog
 from spolia.server.curve import LiveCurve
@@ -37,12 +37,14 @@ class ModelSource:
         load: called on a thread of its own, with the most bytes that its KV may take; None: as the engine sees fit.
         size_bytes: what it takes in memory at least, from the size of its files. It may fetch them first.
         is_pinned: it stays once it is loaded.
+        config: what it is loaded with.
         loading: where somebody has begun to load it.
     """
 
     load: Callable[[int | None], AsyncEngine]
     size_bytes: Callable[[], int]
     is_pinned: bool = False
+    config: EngineConfig = field(default_factory=EngineConfig)
     loading: Future[AsyncEngine] | None = None
 
 
@@ -67,7 +69,8 @@ class ServedModel:
         expires_s: Unix time of that; None while it is in use, or for ever.
         slots: llama.cpp's.
         leaving: an engine that is ending: what it counted is told as long as it is not added to what was before.
-        aside: of an engine that was unloaded, for the next one.
+        aside: sessions of an engine that was unloaded, for the next one.
+        kv_bytes: what its KV had when it was unloaded: it is to have that again. None: it has not been unloaded.
     """
 
     name: str
@@ -89,13 +92,14 @@ class ServedModel:
     expiry: asyncio.TimerHandle | None = None
     leaving: AsyncEngine | None = None
     aside: SessionStore | None = None
+    kv_bytes: int | None = None
     slots: Slots = field(default_factory=Slots)
     curve: LiveCurve = field(init=False)
     _embedding: asyncio.Lock = field(default_factory=asyncio.Lock)
     _embedders: list[object] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.curve = LiveCurve(lambda: self.engine)
+        self.curve = LiveCurve(lambda: self.engine if self.state == "ready" else None)
 
     @property
     def state(self) -> Literal["unloaded", "loading", "ready", "failed"]:

@@ -24,6 +24,7 @@ from spolia.server.config import ServerConfig
 from spolia.server.events import EventEndpoints, EventPublisher
 from spolia.server.logs import log_fields
 from spolia.server.mcp import McpServers
+from spolia.server.pins import Pins
 from spolia.server.served import ModelSource, ServedModel, ServedModels
 from spolia.server.tracing import Tracing
 from spolia.server.warming import read_prompts, warm_up
@@ -100,6 +101,7 @@ class _Server(uvicorn.Server):
         self._body_deadlines: BodyDeadlines = app.state.body_deadlines
         self._events: EventEndpoints = app.state.cache_events
         self._tracing: Tracing | None = app.state.tracing
+        self._pins: Pins = app.state.pins
         self._mcp: McpServers | None = app.state.mcp
         self._preloading: asyncio.Task[None] | None = None
         self._warm = [] if config.warm is None else read_prompts(config.warm)
@@ -167,7 +169,7 @@ class _Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._warm_up, served)
 
     def _warm_up(self, served: ServedModel) -> None:
-        task = asyncio.ensure_future(warm_up(served, self._warm))
+        task = asyncio.ensure_future(warm_up(served, self._warm, self._pins))
         self._warming.add(task)
         task.add_done_callback(self._warming.discard)
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from spolia.engine import KV_SHARE, AsyncEngine, available_bytes
-from spolia.errors import NotReady
+from spolia.errors import NotReady, SpoliaError
 from spolia.server.logs import log_fields
 from spolia.server.metrics import Reading
 
@@ -68,6 +68,7 @@ class Shelf:
         self._placing = asyncio.Lock()  # one model comes or goes at a time: each measures what is left
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_loaded: Callable[[ServedModel, Future[AsyncEngine]], None] = lambda *_: None
+        self.on_leave: Callable[[ServedModel, AsyncEngine], Awaitable[None]] = _nothing
         self.on_back: Callable[[ServedModel], Awaitable[None]] = _nothing
 
     @property
@@ -180,7 +181,7 @@ class Shelf:
                 if other.source is not None and other.source.loading is not None and other.loading is not loading:
                     await _done(other.source.loading, None)
             if failed is not None:
-                await _put_aside(served, failed)
+                await _put_aside(served, failed, self.on_leave)
                 del failed
                 await asyncio.to_thread(gc.collect)
             try:
@@ -213,23 +214,38 @@ class Shelf:
     async def _make_room(
         self, served: ServedModel, size_bytes: Callable[[], int], models: Sequence[ServedModel]
     ) -> int | None:
-        """Unload others until there is room; the bytes that its KV may take."""
+        """Unload others until there is room; the bytes that its KV may take.
+
+        A model that was here before is to have the KV that it had: for that, others go that nobody uses. Where they are
+        in use it takes what is left, and the log says who has the rest.
+        """
         needed = await asyncio.to_thread(size_bytes)
-        while (free := self._free_bytes(models)) < needed + _MIN_KV_BYTES:
+        fixed = 0 if served.source is None else served.source.config.kv_memory or 0  # that is in `needed`
+        had = max(_MIN_KV_BYTES, (served.kv_bytes or 0) - fixed)
+        while (free := self._free_bytes(models)) < needed + had:
             others = [other for other in models if other is not served and other.state == "ready"]
             may_go = [other for other in others if not other.is_pinned]
+            idle = [other for other in may_go if other.is_idle]
+            if free >= needed + _MIN_KV_BYTES and not idle:
+                has_mb = {other.name: round(sum(self.memory_of([other])) / 1e6) for other in others}
+                held = ", ".join(f"{name} has {mb} MB" for name, mb in has_mb.items()) or "others on this machine"
+                left = {"model": served.name, "kv_mb": round((free - needed) / 1e6), "before_mb": round(had / 1e6)}
+                log_fields(logger, "less KV than before", {**left, "as": held, "remedy": "raise --memory"})
+                break
             if not may_go:
-                there = ", ".join(other.name for other in others) or "none"
+                there = ", ".join(f"{other.name} ({sum(self.memory_of([other]))} bytes)" for other in others) or "none"
                 raise NotReady(
                     f"model {served.name} needs {needed + _MIN_KV_BYTES} bytes, and {max(free, 0)} are free; none of "
                     f"those in memory may be unloaded: {there}. Raise --memory, lower --kv-memory, or pin fewer"
                 )
-            idle = [other for other in may_go if other.is_idle]
             if idle:
                 await self._unload(min(idle, key=lambda other: other.used_s))
                 continue
             served.waits_for = f"{' or '.join(other.name for other in may_go)}, in whose room it will be, to be idle"
             await asyncio.sleep(_LOOK_AGAIN_S)
+        if served.kv_bytes is not None:
+            share = 0 if self.memory_bytes is None else kv_share(free - needed)
+            return max(_MIN_KV_BYTES, min(max(had, share), free - needed))
         return None if self.memory_bytes is None else kv_share(free - needed)
 
     def _free_bytes(self, models: Sequence[ServedModel]) -> int:
@@ -244,7 +260,7 @@ class Shelf:
         engine = served.leaving = served.engine
         served.loading = None
         self._stop_expiry(served)
-        await _put_aside(served, engine)
+        await _put_aside(served, engine, self.on_leave)
         del engine
         await asyncio.to_thread(gc.collect)  # parts of an engine know each other; the memory is wanted now
         log_fields(logger, "unloaded", {"model": served.name})
@@ -271,15 +287,20 @@ class Shelf:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _put_aside(served: ServedModel, engine: AsyncEngine) -> None:
-    """End an engine; its sessions are for the next one."""
+async def _put_aside(
+    served: ServedModel, engine: AsyncEngine, on_leave: Callable[[ServedModel, AsyncEngine], Awaitable[None]]
+) -> None:
+    """End an engine; its sessions, and as much memory as it had, are for the next one."""
+    with suppress(SpoliaError):  # one that has failed can tell nothing
+        await on_leave(served, engine)
+    served.kv_bytes = max(engine.kv_bytes, served.kv_bytes or 0)
     await engine.aclose()
     served.aside = engine.sessions
     served.leaving = None
     served.metrics.end(Reading(engine.stats, engine.cache_stats))
 
 
-async def _nothing(_: ServedModel) -> None:
+async def _nothing(*_: object) -> None:
     return
 
 

@@ -11,6 +11,7 @@ import msgspec
 from spolia.errors import InvalidRequest, SpoliaError
 from spolia.server.cache_admin import WarmRequest, warm
 from spolia.server.logs import log_fields
+from spolia.server.pins import Pins
 from spolia.server.served import ServedModel
 
 __all__ = ["read_prompts", "warm_up"]
@@ -53,14 +54,16 @@ def read_prompts(path: Path) -> list[WarmRequest]:
     return prompts
 
 
-async def warm_up(served: ServedModel, prompts: Sequence[WarmRequest]) -> None:
+async def warm_up(served: ServedModel, prompts: Sequence[WarmRequest], pins: Pins) -> None:
     """Compute those that are for this model, one after the other; what cannot be computed is logged."""
     num_tokens = num_computed = 0
     for number, asked in enumerate(prompts, start=1):
         if asked.model not in (None, served.name):
             continue
+        if asked.pin and served.kv_bytes is not None:  # it has been here before, and its pins are back without this
+            continue
         try:
-            done = await warm(served, asked, max_waiting=len(prompts))
+            done = await warm(served, asked, pins, max_waiting=len(prompts))
         except SpoliaError as error:
             log_fields(logger, "not warmed", {"model": served.name, "prompt": number, "reason": str(error)})
             continue

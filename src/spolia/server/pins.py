@@ -1,0 +1,118 @@
+"""Pins, which outlive the engine that they were put in: see `Pins`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spolia.engine import AsyncEngine, Pin, SamplingParams
+from spolia.errors import Overloaded, SpoliaError
+from spolia.server.logs import log_fields
+from spolia.server.served import ServedModel
+from spolia.server.shelf import Shelf
+
+__all__ = ["Pins"]
+
+logger = logging.getLogger("spolia.server")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A pin of an engine that has ended; `until` by `time.monotonic`."""
+
+    id: int
+    cache_salt: str
+    token_ids: NDArray[np.int32]
+    until: float | None
+
+    @property
+    def ttl_s(self) -> float | None:
+        return None if self.until is None else self.until - time.monotonic()
+
+
+class Pins:
+    """Puts pins, and puts them again when a model that was unloaded is back.
+
+    What they hold is then brought up from the tiers, or computed, while the model answers already: a pin was asked for
+    so that nobody waits for that prompt. Event loop only.
+
+    Args:
+        shelf: the model stays on it until its pins hold again.
+    """
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._salts: dict[bytes, str] = {}  # of the namespaces that have pins: they do not tell their own
+        self._kept: dict[ServedModel, list[_Kept]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def put(self, served: ServedModel, token_ids: Sequence[int], cache_salt: str, ttl_s: float | None) -> Pin:
+        """Keep what is cached of a prompt.
+
+        Raises:
+            Overloaded: pins have no room for it.
+        """
+        namespace = served.engine.namespace(cache_salt)
+        pin = await served.engine.call(lambda core: core.cache.pin(namespace, token_ids, ttl_s))
+        if pin is None:
+            raise Overloaded("pins may take half of the cache, and with this one they would take more; lift others")
+        self._salts[namespace] = cache_salt
+        return pin
+
+    async def leave(self, served: ServedModel, engine: AsyncEngine) -> None:
+        """Its engine is about to end: remember its pins.
+
+        Raises:
+            SpoliaError: it has failed, and can tell nothing.
+        """
+        pinned = await engine.call(lambda core: core.cache.pinned())
+        salts = self._salts
+        kept = [_Kept(pin.id, salts[pin.namespace], ids, pin.until) for pin, ids in pinned if pin.namespace in salts]
+        self._kept[served] = kept
+
+    async def put_again(self, served: ServedModel) -> None:
+        """Its next engine is there: its pins are, too, and hold what they held as soon as that is there again."""
+        kept = self._kept.pop(served, [])
+        for pin in kept:
+            await self._put_again(served, pin)
+        if kept:
+            self._shelf.hold(served)
+            # Nobody's request: whoever made it load does not pay for this.
+            task = asyncio.get_running_loop().create_task(self._fill(served, kept), context=contextvars.Context())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _fill(self, served: ServedModel, kept: Sequence[_Kept]) -> None:
+        once = SamplingParams(max_tokens=1, temperature=0.0)
+        try:
+            for pin in kept:
+                engine = served.engine
+                async with engine.generate(pin.token_ids.tolist(), once, cache_salt=pin.cache_salt) as stream:
+                    await stream.output()
+                await self._put_again(served, pin, only_if_there=True)
+        except SpoliaError as error:
+            log_fields(logger, "pins hold less than before", {"model": served.name, "reason": str(error)})
+        finally:
+            self._shelf.release(served)
+
+    async def _put_again(self, served: ServedModel, kept: _Kept, *, only_if_there: bool = False) -> None:
+        ttl_s = kept.ttl_s
+        if ttl_s is not None and ttl_s <= 0:
+            return
+        engine = served.engine
+        namespace = engine.namespace(kept.cache_salt)
+        if only_if_there:
+            there = await engine.call(lambda core: core.cache.pins(namespace))
+            if kept.id not in [pin.id for pin in there]:
+                return
+        self._salts[namespace] = kept.cache_salt
+        pin = await engine.call(lambda core: core.cache.pin(namespace, kept.token_ids, ttl_s, pin_id=kept.id))
+        if pin is None:
+            log_fields(logger, "pin lifted", {"model": served.name, "pin": kept.id, "reason": "the cache is smaller"})
