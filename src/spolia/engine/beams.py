@@ -98,7 +98,10 @@ class BeamRun:
         self._taps: list[LogitsTap] = []
         self._raw: dict[Ids, np.ndarray] = {}  # by beam: the model's own log-probabilities for its next token
         self._paths: dict[Ids, _Path] = {(): _Path(self._pipeline_of((), request.pipeline))}
-        self._choices: dict[Ids, tuple[Choice, ...]] = {(): ()}  # by beam, of its tokens
+        # By group and beam, of its tokens: two groups may come to one text in their own ways.
+        self._choices: dict[tuple[int, Ids], tuple[Choice, ...]] = {
+            (group, ()): () for group in range(params.num_beam_groups)
+        }
         self._drawing = None if params.sampling is None else Scratch(admission.vocab_size)
 
     @property
@@ -138,14 +141,16 @@ class BeamRun:
         if not np.isfinite(self._log_probs[self._alive].max()):
             raise InvalidRequest("what this request forbids leaves no token for any beam; loosen its constraints")
         self._search.advance(self._log_probs)
-        kept = [beam.token_ids for beam in self._search.running if beam.score > _HOPELESS]
-        kept += [beam.token_ids for beam in self._search.answers]
-        self._paths = {ids: self._path(ids) for ids in kept}
+        kept = [beam for beam in self._search.running if beam.score > _HOPELESS] + self._search.answers
+        self._paths = {beam.token_ids: self._path(beam.token_ids) for beam in kept}
         if (num_options := self._request.params.explain_candidates) is not None:
-            known = self._choices
-            self._choices = {
-                ids: known.get(ids) or (*known[ids[:-1]], self._search.choice(ids, num_options)) for ids in kept
-            }
+            known, self._choices = self._choices, {}
+            for beam in kept:
+                group, ids = beam.group, beam.token_ids
+                self._choices[group, ids] = known.get((group, ids)) or (
+                    *known[group, ids[:-1]],
+                    self._search.choice(beam, num_options),
+                )
 
     def _process(self, row: np.ndarray, ids: Ids) -> None:
         if len(ids) < self._request.params.min_tokens:
@@ -202,7 +207,8 @@ class BeamRun:
                 path.stop_reason,
                 path.logprobs if with_logprobs else None,
                 None if path.pipeline is None or path.pipeline.log is None else path.pipeline.log.decisions,
-                self._choices.get(beam.token_ids, ()),
+                self._choices.get((beam.group, beam.token_ids), ()),
+                beam.group,
             )
             for beam in self._search.answers
             if (path := self._path(beam.token_ids))

@@ -120,6 +120,7 @@ class BeamOutput(NamedTuple):
         stop_reason: as in `RequestOutput`.
         logprobs: where asked for, one entry a token: of the model, before any processor.
         decisions, choices: where asked for, as in `RequestOutput`.
+        group: of diverse beams, which one found it.
     """
 
     token_ids: tuple[int, ...]
@@ -130,6 +131,7 @@ class BeamOutput(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     decisions: tuple[tuple[Stage, ...], ...] | None = None
     choices: tuple[Choice, ...] = ()
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,10 +146,12 @@ class Beam(NamedTuple):
     Attributes:
         token_ids: generated; the one that ended it included.
         score: sum of log-probabilities; of an answer, divided by its length to the power of the length penalty.
+        group: of diverse beams, which one it is of.
     """
 
     token_ids: tuple[int, ...]
     score: float
+    group: int = 0
 
 
 class BeamSearch:
@@ -177,7 +179,8 @@ class BeamSearch:
         num_beams = params.num_beams // params.num_beam_groups
         final = frozenset(final_ids)
         self._groups = [
-            _Group(params, num_beams, final, _chooser(params, seed), has_ended) for _ in range(params.num_beam_groups)
+            _Group(params, index, num_beams, final, _chooser(params, seed), has_ended)
+            for index in range(params.num_beam_groups)
         ]
 
     @property
@@ -194,12 +197,9 @@ class BeamSearch:
         answers = sorted((beam for group in self._groups for beam in group.answers), key=lambda beam: -beam.score)
         return answers[: self._params.num_return_sequences or self._params.num_beams]
 
-    def choice(self, token_ids: tuple[int, ...], num_options: int) -> Choice:
-        """How the last `advance` came to a beam, which runs or is an answer: what competed with it, in its group.
-
-        Of the first group that kept it, if several did.
-        """
-        return next(choice for group in self._groups if (choice := group.choice(token_ids, num_options)) is not None)
+    def choice(self, beam: Beam, num_options: int) -> Choice:
+        """How the last `advance` came to a beam, which runs or is an answer: what competed with it, in its group."""
+        return self._groups[beam.group].choice(beam.token_ids, num_options)
 
     def advance(self, log_probs: NDArray[np.float32]) -> None:
         """Take every running beam one token further.
@@ -212,7 +212,7 @@ class BeamSearch:
         for group in self._groups:
             stop = start + len(group.running)
             if not group.is_over:
-                group.advance(log_probs[start:stop] - penalty if penalty.any() else log_probs[start:stop])
+                group.advance(log_probs[start:stop], penalty)
                 for beam in group.running:
                     penalty[beam.token_ids[-1]] += np.float32(self._params.diversity_penalty)
             start = stop
@@ -228,12 +228,14 @@ class _Group:
     def __init__(
         self,
         params: BeamParams,
+        index: int,
         num_beams: int,
         final_ids: frozenset[int],
         choose: Chooser,
         has_ended: Callable[[tuple[int, ...]], bool],
     ) -> None:
         self._params = params
+        self._index = index
         self._num_beams = num_beams
         self._final_ids = final_ids
         self._choose = choose
@@ -242,15 +244,18 @@ class _Group:
         self._may_improve = True
         self._before: list[Beam] = []
         self._candidates: list[Beam] = []
+        self._penalty: NDArray[np.float32] = np.empty(0, np.float32)
         self.answers: list[Beam] = []
-        self.running = [Beam((), 0.0)] + [Beam((), _NEVER)] * (num_beams - 1)
+        self.running = [Beam((), 0.0, index)] + [Beam((), _NEVER, index)] * (num_beams - 1)
         self.is_over = False
 
-    def advance(self, log_probs: NDArray[np.float32]) -> None:
+    def advance(self, log_probs: NDArray[np.float32], penalty: NDArray[np.float32]) -> None:
+        """`penalty`, `[vocab_size]`: what the groups before take from tokens, by their beams."""
         num_beams = self._num_beams
         length = len(self.running[0].token_ids) + 1
-        beams = self._choose(self.running, log_probs, self._num_kept)
-        self._before, self._candidates = self.running, beams
+        scores = log_probs - penalty if penalty.any() else log_probs
+        beams = [beam._replace(group=self._index) for beam in self._choose(self.running, scores, self._num_kept)]
+        self._before, self._candidates, self._penalty = self.running, beams, penalty.copy()
         ends = [
             beam.token_ids[-1] in self._final_ids
             or length >= self._params.max_tokens
@@ -267,17 +272,17 @@ class _Group:
         goes_on = self.running[0].score > _NEVER / 2
         self.is_over = not self._may_improve or self._is_full or all(ends) or not goes_on
 
-    def choice(self, token_ids: tuple[int, ...], num_options: int) -> Choice | None:
+    def choice(self, token_ids: tuple[int, ...], num_options: int) -> Choice:
         kept = {beam.token_ids for beam in self.running if beam.score > _NEVER / 2}
         kept |= {beam.token_ids for beam in self.answers}
-        rank = next((rank for rank, beam in enumerate(self._candidates) if beam.token_ids == token_ids), None)
-        if rank is None or token_ids not in kept:
-            return None
+        rank = next(rank for rank, beam in enumerate(self._candidates) if beam.token_ids == token_ids)
         before = {beam.token_ids: (index, beam.score) for index, beam in reversed(list(enumerate(self._before)))}
         options = []
         for beam in self._candidates[:num_options]:
             index, score = before[beam.token_ids[:-1]]
             parts = {"beam": float(index), "before": score}
+            if self._params.num_beam_groups > 1:
+                parts["penalty"] = float(self._penalty[beam.token_ids[-1]])
             options.append(Option(beam.token_ids[-1], beam.score, parts, beam.token_ids in kept))
         return Choice(tuple(options), rank, self._candidates[rank].score)
 

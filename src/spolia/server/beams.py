@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from spolia.engine import (
     AsyncEngine,
@@ -46,7 +47,11 @@ async def beam_search(body: ChatRequest | CompletionRequest, engine: AsyncEngine
 
     async def run(prompt: list[int], cache_salt: str, tenant: Tenant | None) -> list[Found]:
         done = await engine.beam_search(prompt, params, cache_salt=cache_salt, tenant=tenant)
-        return [Found(_output(done, beam), beam.score) for beam in done.beams()]
+        return [Found(_output(done, beam), told(beam)) for beam in done.beams()]
+
+    def told(beam: BeamOutput) -> dict[str, Any]:
+        group = {} if params.num_beam_groups == 1 else {"group": beam.group}
+        return {"score": beam.score, **group}
 
     return Search("beam search", params.num_beams, params.num_return_sequences or params.num_beams, run)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET
@@ -26,10 +26,10 @@ __all__ = ["Found", "Search", "refuse_company", "respond_with_search"]
 
 
 class Found(NamedTuple):
-    """An answer; its id and timings are whatever, and `score` is None where a search has none."""
+    """An answer; its id and timings are whatever, and `beam` is what to tell of it as a beam, None where it is none."""
 
     output: RequestOutput
-    score: float | None = None
+    beam: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ async def respond_with_search(
         if caller.account is not None:
             caller.account.settle(num_tokens)
     outputs = [answer.outputs[choice] for choice in range(len(answers))]
-    beams = [{"index": i, "score": found.score} for i, found in enumerate(answers) if found.score is not None]
+    beams = [{"index": index, **found.beam} for index, found in enumerate(answers) if found.beam is not None]
     told = {**({"beams": beams} if beams else {}), **(answer.explanation() if explains else {})}
     extras = Extras(usage=answer.usage(), spolia=told or UNSET)
     whole = rendering(answer).whole(outputs, extras)
