@@ -11,7 +11,7 @@ import pytest
 
 from spolia.engine import LLM, SamplingParams
 from spolia.errors import InvalidRequest, StorageUnavailable
-from spolia.tiers import HostBackend, Tier, TierUse
+from spolia.tiers import AesGcm, HandedDown, HostBackend, Tier, TierUse
 from tiers.faults import FaultyBackend
 
 from .toy import toy_answer, toy_engine
@@ -103,6 +103,106 @@ def test_what_waits_for_a_tier_is_written_before_it_goes(llm):
     llm.generate(prompt(0, 290), SamplingParams(temperature=0.0, max_tokens=1))
     llm.detach_tier("remote", timeout_s=60)
     assert len(backend.values) == 290 // 16
+
+
+def host(capacity_bytes: int = 1 << 20) -> TierUse:
+    return TierUse(Tier("host", HostBackend(capacity_bytes)), "write_back", is_exclusive=True)
+
+
+def filled(llm: LLM, use: TierUse) -> int:
+    """Have an exclusive tier take what memory gives up; how many blocks it has then."""
+    llm.attach_tier(use, index=0)
+    for seed in range(6):
+        ask(llm, seed)
+    assert llm._engine.core.tiering.tiers.mover.flush(20)
+    return len(use.tier.backend.entries())
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_back", "selective"])
+def test_what_an_exclusive_tier_alone_holds_goes_to_the_one_below_when_it_is_detached(llm, write):
+    num_blocks = filled(llm, use := host())
+    assert num_blocks > 30
+    num_bytes = use.tier.backend.health().num_bytes
+    below = FaultyBackend()
+    llm.attach_tier(TierUse(Tier("below", below, sealer=AesGcm(bytes(32))), write))
+    assert llm.detach_tier("host") == HandedDown("below", num_blocks, num_bytes)
+    assert names(llm) == ["below"]
+    assert len(below.values) == num_blocks
+    assert ask(llm, 1).num_restored_tokens["below"] > 100
+
+
+def test_without_a_tier_below_it_is_told_how_much_is_dropped(llm):
+    num_blocks = filled(llm, use := host())
+    num_bytes = use.tier.backend.health().num_bytes
+    done = llm.detach_tier("host")
+    assert done == HandedDown(num_dropped_blocks=num_blocks, num_dropped_bytes=num_bytes)
+    assert names(llm) == []
+    assert num_blocks > 30
+
+
+def test_what_the_tier_below_has_no_room_for_is_told(llm):
+    num_blocks = filled(llm, use := host())
+    num_bytes = use.tier.backend.health().num_bytes
+    small = HostBackend(num_bytes // 3)
+    llm.attach_tier(TierUse(Tier("small", small)))
+    done = llm.detach_tier("host")
+    assert (done.to, done.num_blocks, done.num_bytes) == ("small", len(small.entries()), small.health().num_bytes)
+    assert (done.num_dropped_blocks, done.num_dropped_bytes) == (
+        num_blocks - done.num_blocks,
+        num_bytes - done.num_bytes,
+    )
+    assert done.num_blocks > 0 < done.num_dropped_blocks
+
+
+@pytest.mark.parametrize("trouble", ["it fails", "it hangs", "it has no room"])
+def test_if_the_tier_below_does_not_take_it_nothing_is_detached_or_lost(llm, trouble):
+    num_blocks = filled(llm, use := host())
+    below: FaultyBackend | HostBackend = HostBackend(300) if trouble == "it has no room" else FaultyBackend()
+    tier = Tier("below", below, stall_s=60)
+    if trouble == "it has no room":
+        llm._engine.core.tiering.tiers.attach(TierUse(tier))  # it could not even be tried out
+    else:
+        llm.attach_tier(TierUse(tier, "write_back"))
+    if isinstance(below, FaultyBackend):
+        below.error = ConnectionError("refused") if trouble == "it fails" else None
+        if trouble == "it hangs":
+            below.hang()
+    with pytest.raises(StorageUnavailable, match="tier host stays in use"):
+        llm.detach_tier("host", timeout_s=0.2)
+    if isinstance(below, FaultyBackend):
+        below.error = None
+        below.resume()
+    assert names(llm) == ["host", "below"]
+    assert len(use.tier.backend.entries()) == num_blocks
+    assert ask(llm, 1).num_restored_tokens["host"] > 100
+
+
+def test_what_an_exclusive_tier_holds_is_handed_down_whole_under_traffic_and_every_answer_is_right(llm):
+
+    stop, failures = threading.Event(), list[BaseException]()
+
+    def traffic() -> None:
+        rng = random.Random(0)
+        while not stop.is_set():
+            try:
+                ask(llm, rng.randrange(8))
+            except BaseException as error:
+                failures.append(error)
+                return
+
+    below = FaultyBackend()
+    llm.attach_tier(TierUse(Tier("below", below), "write_back"))
+    thread = threading.Thread(target=traffic)
+    thread.start()
+    for _ in range(8):
+        filled(llm, use := host())
+        keys = {entry.key for entry in use.tier.backend.entries()}
+        done = llm.detach_tier("host")
+        assert (done.to, done.num_dropped_blocks) == ("below", 0)
+        assert len(keys) > 0
+    stop.set()
+    thread.join()
+    assert failures == []
 
 
 def test_names_are_unique_and_unknown_ones_are_told(llm):

@@ -373,6 +373,18 @@ def test_a_tier_is_attached_and_detached(server, tmp_path):
     assert [tier["name"] for tier in done["config"]["tiers"]] == ["host", "disk"]
 
 
+@pytest.mark.parametrize("order", [["host"], ["disk", "host"]])
+def test_what_memory_alone_holds_goes_to_the_folder_when_it_is_detached_or_is_told_as_dropped(server, order):
+    server.cached(prompt(0))
+    server.post("move", prompt=prompt(0), to="host")
+    done = server.post("config", detach=order)
+    (told,) = [change["handed_down"] for change in done["changes"] if change["before"] == "host"]
+    counts = (told["to"], told["num_blocks"], told["num_dropped_blocks"])
+    assert counts == (("disk", 6, 0) if order == ["host"] else (None, 0, 6))
+    assert (told["num_bytes"] > 0, told["num_dropped_bytes"] > 0) == (order == ["host"], order != ["host"])
+    assert server.cached(prompt(0)) == (96 if order == ["host"] else 0)
+
+
 def test_a_folder_takes_the_place_of_memory_beside_the_folder_that_there_is(server, tmp_path):
     """As `--attach /fast/kv --detach host`."""
     done = server.post("config", attach=[{"disk": str(tmp_path / "fast"), "size": "1MiB"}], detach=["host"])

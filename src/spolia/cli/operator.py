@@ -75,6 +75,8 @@ def config(
     reply = _ask("POST", url, "config", key, json={**body, "attach": list(map(_tier, attach)), "detach": detach})
     for change in reply.json()["changes"]:
         print(f"{change['change']}: {change['before']} -> {change['after']}: {change['outcome']}")
+        if (handed_down := change.get("handed_down")) is not None:
+            print(f"  what it alone had: {_told(handed_down)}")
 
 
 def clear(url: str, key: str | None, body: Mapping[str, Any]) -> None:

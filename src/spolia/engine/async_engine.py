@@ -30,12 +30,12 @@ from spolia.engine.resizing import PoolSizes
 from spolia.engine.session_files import SessionFiles
 from spolia.engine.sessions import Session, SessionStore
 from spolia.engine.storage import make_sealer
-from spolia.engine.thread import EngineThread
+from spolia.engine.thread import EngineThread, RetiredTier
 from spolia.errors import SpoliaError
 from spolia.generation import BeamParams, ContrastiveParams, SamplingParams
 from spolia.kvcache import CacheStats, History, RetentionPolicy, Wish, namespace_key
 from spolia.models import Model
-from spolia.tiers import TierUse, payload_of, read_archive, write_archive
+from spolia.tiers import HandedDown, TierUse, payload_of, read_archive, write_archive
 
 __all__ = ["AsyncEngine", "TokenStream"]
 
@@ -410,11 +410,11 @@ class AsyncEngine:
         """As `LLM.attach_tier`."""
         await asyncio.to_thread(self._thread.attach_tier, use, index)
 
-    async def detach_tier(self, name: str, timeout_s: float = 10.0) -> None:
+    async def detach_tier(self, name: str, timeout_s: float = 10.0) -> HandedDown:
         """As `LLM.detach_tier`."""
-        await asyncio.to_thread(self._thread.detach_tier, name, timeout_s)
+        return await asyncio.to_thread(self._thread.detach_tier, name, timeout_s)
 
-    async def retire_tier(self, name: str, timeout_s: float = 10.0) -> tuple[TierUse, int]:
+    async def retire_tier(self, name: str, timeout_s: float = 10.0) -> RetiredTier:
         """As `EngineThread.retire_tier`."""
         return await asyncio.to_thread(self._thread.retire_tier, name, timeout_s)
 

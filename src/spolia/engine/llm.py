@@ -26,7 +26,7 @@ from spolia.engine.thread import EngineThread
 from spolia.errors import InvalidRequest, SpoliaError
 from spolia.generation import BeamParams, ContrastiveParams, SamplingParams
 from spolia.models import Model
-from spolia.tiers import TierUse
+from spolia.tiers import HandedDown, TierUse
 
 __all__ = ["LLM"]
 
@@ -305,14 +305,19 @@ class LLM:
         """
         self._thread.attach_tier(use, index)
 
-    def detach_tier(self, name: str, timeout_s: float = 10.0) -> None:
-        """Write what waits for a tier, for so long at most, then do without it. Requests go on meanwhile.
+    def detach_tier(self, name: str, timeout_s: float = 10.0) -> HandedDown:
+        """Write what waits for a tier, then do without it; what an exclusive one alone has goes to the tier below.
+
+        Waits, as long as something gets done within that time; requests go on meanwhile.
+
+        Returns:
+            What became of the blocks that an exclusive tier alone had: without a tier below they are dropped.
 
         Raises:
             StorageUnavailable: not all could be written. The tier is in use as before.
             InvalidRequest: there is none of that name.
         """
-        self._thread.detach_tier(name, timeout_s)
+        return self._thread.detach_tier(name, timeout_s)
 
     def close(self) -> None:
         """End the engine's thread; what is in flight is aborted. May be called again."""

@@ -14,20 +14,32 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from spolia.engine.core import EngineCore
 from spolia.engine.outputs import Delta
 from spolia.engine.request import Request
 from spolia.errors import Bug, InvalidRequest, Overloaded, SpoliaError, StorageUnavailable
-from spolia.tiers import TierUse
+from spolia.tiers import HandedDown, Tier, TierUse, hand_down, held_alone, still_there
 
-__all__ = ["EngineThread"]
+__all__ = ["EngineThread", "RetiredTier"]
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 _LOOK_S = 0.01
+
+_HANDED_DOWN = 64
+"""Blocks that a tier takes over at a time: what else is to be written there goes on between."""
+
+
+class RetiredTier(NamedTuple):
+    """A tier that was in use, its place among the others, and what became of what it alone had."""
+
+    use: TierUse
+    place: int
+    handed_down: HandedDown
 
 
 class _Command(NamedTuple):
@@ -110,30 +122,77 @@ class EngineThread(Generic[S]):
         use.tier.probe()
         self.call(lambda core: core.tiering.tiers.attach(use, index)).result()
 
-    def detach_tier(self, name: str, timeout_s: float = 10.0) -> None:
-        """Write what waits for a tier, then do without it. Waits, for so long at most; steps go on.
+    def detach_tier(self, name: str, timeout_s: float = 10.0) -> HandedDown:
+        """Write what waits for a tier, then do without it; what an exclusive one alone has goes to the tier below.
+
+        Waits, as long as something gets done within that time; steps go on.
+
+        Returns:
+            What became of the blocks that an exclusive tier alone had.
 
         Raises:
             StorageUnavailable: not all could be written. The tier is in use as before.
             InvalidRequest: there is none of that name.
         """
-        use, _ = self.retire_tier(name, timeout_s)
-        self.call(lambda core: core.tiering.tiers.detach(use)).result()
+        retired = self.retire_tier(name, timeout_s)
+        self.call(lambda core: core.tiering.tiers.detach(retired.use)).result()
+        return retired.handed_down
 
-    def retire_tier(self, name: str, timeout_s: float = 10.0) -> tuple[TierUse, int]:
-        """As `detach_tier`, but it keeps what it has, for `TiersInUse.reinstate`, until `TiersInUse.detach`.
-
-        Returns:
-            The tier, and its place.
-        """
+    def retire_tier(self, name: str, timeout_s: float = 10.0) -> RetiredTier:
+        """As `detach_tier`, but it keeps what it has, for `TiersInUse.reinstate`, until `TiersInUse.detach`."""
         use, index = self.call(lambda core: core.tiering.tiers.retire(name)).result()
-        deadline_s = time.monotonic() + timeout_s
-        while self.call(lambda core: core.tiering.tiers.num_unwritten(use.tier)).result():
-            if time.monotonic() >= deadline_s:
-                self.call(lambda core: core.tiering.tiers.reinstate(use, index)).result()
-                raise StorageUnavailable(f"tier {name} has not written all within {timeout_s} s; it stays in use")
-            time.sleep(_LOOK_S)
-        return use, index
+        try:
+            deadline_s = time.monotonic() + timeout_s
+            while self.call(lambda core: core.tiering.tiers.num_unwritten(use.tier)).result():
+                if time.monotonic() >= deadline_s:
+                    raise StorageUnavailable(f"tier {name} has not written all within {timeout_s} s; it stays in use")
+                time.sleep(_LOOK_S)
+            handed_down = self._hand_down(use.tier, index, timeout_s) if use.is_exclusive else HandedDown()
+        except BaseException:
+            self.call(lambda core: core.tiering.tiers.reinstate(use, index)).result()
+            raise
+        return RetiredTier(use, index, handed_down)
+
+    def _hand_down(self, tier: Tier, index: int, timeout_s: float) -> HandedDown:
+        """Have the fastest tier below that works take what a retired one alone has, in the line of what it is to write.
+
+        Raises:
+            StorageUnavailable: none works, or it does not take all of it.
+        """
+        entries = held_alone(tier)
+        tiers = self.call(lambda core: core.tiering.tiers.below(index)).result()
+        num_bytes = sum(entry.num_bytes for entry in entries or ())
+        if entries is None:
+            health = tier.stats.health
+            return HandedDown(num_dropped_blocks=health.num_entries, num_dropped_bytes=health.num_bytes)
+        if not entries or not tiers:
+            return HandedDown(num_dropped_blocks=len(entries), num_dropped_bytes=num_bytes)
+        below = next((other for other in tiers if other.is_usable), tiers[0])
+
+        def in_line(act: Callable[[Tier], T]) -> T:
+            done = self.call(lambda core: core.tiering.tiers.mover.call(below, act)).result()
+            try:
+                return done.result(timeout_s)
+            except TimeoutError:
+                raise StorageUnavailable(
+                    f"tier {below.name} has not taken what tier {tier.name} alone has: nothing came of it for "
+                    f"{timeout_s:g} s; tier {tier.name} stays in use. To drop it, detach tier {below.name} first"
+                ) from None
+
+        there: set[bytes] = set()
+        batches = [entries[start : start + _HANDED_DOWN] for start in range(0, len(entries), _HANDED_DOWN)]
+        for batch in batches:
+            in_line(partial(hand_down, tier, batch))
+        for batch in batches:  # only now: what there was no room for has been given up
+            there |= in_line(partial(still_there, keys=[entry.key for entry in batch]))
+        lower = tiers[tiers.index(below) + 1 :]
+        kept = self.call(lambda core: [
+            entry
+            for entry in entries
+            if entry.key in there or any(core.tiering.tiers.mover.has(other, entry.key) for other in lower)
+        ]).result()  # fmt: skip
+        num_kept_bytes = sum(entry.num_bytes for entry in kept)
+        return HandedDown(below.name, len(kept), num_kept_bytes, len(entries) - len(kept), num_bytes - num_kept_bytes)
 
     def drain(self) -> None:
         """Refuse new requests; those there are go on to their end."""

@@ -14,8 +14,9 @@ __all__ = ["TiersInUse"]
 class TiersInUse:
     """The tiers of one engine, the fastest first.
 
-        attach ──▶ in use ──retire──▶ nothing is read from it, what waits for it is written ──detach──▶ closed
-                     ▲                          │
+        attach ──▶ in use ──retire──▶ nothing is read from it, what waits for it is written, ──detach──▶ closed
+                     ▲                what it alone has goes to the tier below
+                     │                          │
                      └────────reinstate─────────┘
 
     Attributes:
@@ -83,6 +84,10 @@ class TiersInUse:
     def detach(self, use: TierUse) -> None:
         """Let go of a tier that was retired."""
         self.mover.detach(use.tier)
+
+    def below(self, index: int) -> tuple[Tier, ...]:
+        """The tiers from the `index`-th fastest on: those below one that was retired from there."""
+        return tuple(use.tier for use in self._uses[index:])
 
     def num_unwritten(self, tier: Tier) -> int:
         """Blocks that are to be written to a tier, retired or not, and are not yet."""

@@ -18,7 +18,7 @@ from spolia.errors import InvalidRequest, SpoliaError
 from spolia.kvcache import POLICIES
 from spolia.server.served import ServedModel
 from spolia.sizes import parse_bytes
-from spolia.tiers import Checksum, FolderBackend, HostBackend, Tier, TierUse, open_remote
+from spolia.tiers import Checksum, FolderBackend, HandedDown, HostBackend, Tier, TierUse, open_remote
 
 __all__ = ["Change", "ConfigChange", "HotChanges", "apply_changes", "describe", "describe_unloaded"]
 
@@ -101,6 +101,7 @@ class Change(msgspec.Struct):
     """One change and what became of it: "done", "failed", or, for those that were done before one failed, "undone".
 
     Attributes:
+        handed_down: of a tier that was detached, what became of the blocks that it alone had.
         error: why it failed, or could not be undone.
     """
 
@@ -108,6 +109,7 @@ class Change(msgspec.Struct):
     before: Any
     after: Any
     outcome: Literal["done", "failed", "undone", "not_undone"] = "done"
+    handed_down: HandedDown | None = None
     error: str | None = None
 
 
@@ -247,7 +249,8 @@ def _acts(
         memory = Change("kv_memory", None, wanted.kv_memory)
         yield memory, partial(_resize, engine, memory, may_grow_bytes)
     for name in wanted.detach:
-        yield Change("detach", name, None), partial(_detach, engine, name, retired)
+        detach = Change("detach", name, None)
+        yield detach, partial(_detach, engine, detach, retired)
     for spec in wanted.attach:
         attach = Change("attach", None, spec.name)
         yield attach, partial(_attach, engine, spec, attach)
@@ -286,8 +289,8 @@ async def _resize(engine: AsyncEngine, change: Change, may_grow_bytes: int | Non
     return undo
 
 
-async def _detach(engine: AsyncEngine, name: str, retired: list[TierUse]) -> Undo:
-    use, index = await engine.retire_tier(name)
+async def _detach(engine: AsyncEngine, change: Change, retired: list[TierUse]) -> Undo:
+    use, index, change.handed_down = await engine.retire_tier(change.before)
     retired.append(use)
 
     async def undo() -> None:

@@ -39,6 +39,7 @@ from .extent import (
     payload_of,
 )
 from .folder import FolderBackend
+from .handing_down import HandedDown, hand_down, held_alone, still_there
 from .host import HostBackend
 from .keys import BLOCK_SIZE, KeyChain, block_key
 from .mover import BlockRun, Mover, Restore
@@ -68,6 +69,7 @@ __all__ = [
     "ExtentHeader",
     "FetchPolicy",
     "FolderBackend",
+    "HandedDown",
     "Health",
     "HostBackend",
     "KeyChain",
@@ -92,8 +94,10 @@ __all__ = [
     "extent_bytes",
     "family",
     "find_headers",
+    "hand_down",
     "header_bytes",
     "headers",
+    "held_alone",
     "import_conversation",
     "key_of",
     "layout_of",
@@ -103,6 +107,7 @@ __all__ = [
     "payload_of",
     "read_archive",
     "read_key",
+    "still_there",
     "unpack_archive",
     "verify_folder",
     "write_archive",
