@@ -185,6 +185,19 @@ def test_explaining_decisions_changes_no_answer_and_names_each_stage(speculation
                 assert decision[-1].top[0][0] == token_id
 
 
+def test_what_the_model_says_is_explained_before_ends_that_must_not_come_yet():
+    likeliest = answers([([1, 2], SamplingParams(temperature=0.0, max_tokens=1))])[0].token_ids[0]
+    asked = {"temperature": 0.0, "max_tokens": 2, "min_tokens": 1, "stop_token_ids": [likeliest]}
+    plain, noted = answers([([1, 2], SamplingParams(**asked)), ([1, 2], SamplingParams(**asked, explain_candidates=2))])
+    assert essence(noted) == essence(plain)
+    first, second = noted.decisions
+    assert [stage.name for stage in first] == ["model", "min_tokens"]
+    assert first[0].top[0][0] == likeliest
+    assert first[1].top[0][0] == noted.token_ids[0] == first[0].top[1][0]
+    assert first[1].num_left < first[0].num_left == VOCAB_SIZE
+    assert [stage.name for stage in second] == ["model"]
+
+
 class Quiet:
     """A processor that changes nothing."""
 

@@ -153,12 +153,12 @@ class BeamRun:
                 )
 
     def _process(self, row: np.ndarray, ids: Ids) -> None:
-        if len(ids) < self._request.params.min_tokens:
-            row[self._final_ids] = -np.inf
+        banned = self._final_ids[: None if len(ids) < self._request.params.min_tokens else 0]
         pipeline = self._paths[ids].pipeline
         if pipeline is None:
+            row[banned] = -np.inf
             return
-        pipeline.process(row[None], len(self.prompt_token_ids) + len(ids))
+        pipeline.process(row[None], len(self.prompt_token_ids) + len(ids), banned)
         if pipeline.trouble is not None:
             raise InvalidRequest(f"after {len(ids)} tokens of a beam: {pipeline.trouble}")
         if pipeline.log is not None and self._drawing is not None and row.max() > -np.inf:

@@ -95,9 +95,10 @@ class ContrastiveRun:
         if row.pipeline is None and not len(row.banned_ids):
             return log_probs
         changed = log_probs[None].copy()
-        changed[0, row.banned_ids] = -np.inf
-        if row.pipeline is not None:
-            row.pipeline.process(changed, row.position)
+        if row.pipeline is None:
+            changed[0, row.banned_ids] = -np.inf
+        else:
+            row.pipeline.process(changed, row.position, row.banned_ids)
         if not np.isfinite(changed.max()):
             trouble = None if row.pipeline is None else row.pipeline.trouble
             raise InvalidRequest(

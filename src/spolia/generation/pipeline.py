@@ -45,6 +45,7 @@ class Asked(NamedTuple):
 
 
 Factory = Callable[[Asked], Processor | None]
+_NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 
 
 def _guidance(asked: Asked) -> Processor | None:
@@ -314,12 +315,13 @@ class Pipeline:
         ids = [] if self._form is None else self._form.forced_ids()
         return list(takewhile(lambda token_id: token_id < self._vocab_size, ids))  # an end may be none of the model's
 
-    def process(self, logits: Logits, position: int) -> None:
+    def process(self, logits: Logits, position: int, banned_ids: NDArray[np.int32] = _NO_IDS) -> None:
         """Change a row in place; all but the filters.
 
         Args:
             logits: `[1, vocab_size]`.
             position: of the token to draw.
+            banned_ids: ends that must not come yet (`min_tokens`), which are forbidden before anything else.
         """
         history = self._history
         if history is None:
@@ -328,6 +330,10 @@ class Pipeline:
         rows = (history,)
         if self.log is not None:
             self.log.note("model", Candidates.of(logits[0]))
+        if len(banned_ids):
+            logits[0, banned_ids] = -np.inf
+            if self.log is not None:
+                self.log.note("min_tokens", Candidates.of(logits[0]))
         try:
             for name, processor in self._processors:
                 processor.process(logits, rows)

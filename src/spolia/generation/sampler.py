@@ -112,10 +112,10 @@ class Sampler:
         }
         raw = {index: logits[index].copy() for index in before if rows[index].pipeline is not None}
         for index, row in enumerate(rows):
-            if len(row.banned_ids):
-                logits[index, row.banned_ids] = -np.inf
             if row.pipeline is not None:
-                row.pipeline.process(logits[index : index + 1], row.position)
+                row.pipeline.process(logits[index : index + 1], row.position, row.banned_ids)
+            elif len(row.banned_ids):
+                logits[index, row.banned_ids] = -np.inf
         best = self._argmax(logits)
         best_logits = logits[np.arange(len(rows)), best]
         is_finite = np.isfinite(best_logits)
