@@ -91,7 +91,7 @@ def test_what_is_wrong_is_told(url, tmp_path):
         operator.post("move", url, None, {"prompt": PROMPT, "to": "cellar"})
     with pytest.raises(InvalidRequest, match="a JSON list of messages"):
         operator.selection(None, None, tmp_path / "nothing", None, None)
-    with pytest.raises(SpoliaError, match="no server answers"):
+    with pytest.raises(SpoliaError, match="is `spolia serve` running there"):
         operator.post("lookup", "http://127.0.0.1:9", None, {"prompt": PROMPT})
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 
-from spolia.cli.flags import parse_url
+from spolia.cli.flags import no_answer, parse_url
 from spolia.cli.models import fetch
-from spolia.errors import InvalidRequest, SpoliaError
+from spolia.errors import InvalidRequest
 from spolia.models import ChatTemplate
 from spolia.models.template_lint import lint_template, lint_turn
 from spolia.server.conversations import Conversation, ConversationLog, Difference, compare_messages, history
@@ -42,7 +42,7 @@ def explain(request_id: str, url: str) -> None:
     try:
         reply = httpx.get(f"{base}/v1/cache/explain/{request_id}", timeout=_TIMEOUT_S)
     except httpx.HTTPError as error:
-        raise SpoliaError(f"no server answers at {url}: {error or type(error).__name__}") from None
+        raise no_answer(url, error) from None
     if reply.status_code != 200:
         raise InvalidRequest(_message(reply))
     for choice in reply.json()["choices"]:

@@ -27,6 +27,7 @@ __all__ = [
     "EngineFlags",
     "SamplingFlags",
     "ServerFlags",
+    "no_answer",
     "parse_size",
     "parse_url",
     "size_text",
@@ -47,6 +48,12 @@ def parse_size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def no_answer(place: str, error: Exception) -> SpoliaError:
+    """What to say when no server is running at a URL."""
+    told = str(error) or type(error).__name__
+    return SpoliaError(f"{place} does not answer ({told}); is `spolia serve` running there? --url says where")
 
 
 def parse_url(text: str) -> str:

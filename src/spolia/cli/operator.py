@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from spolia.cli.flags import parse_size, parse_url
-from spolia.errors import InvalidRequest, SpoliaError
+from spolia.cli.flags import no_answer, parse_size, parse_url
+from spolia.errors import InvalidRequest
 
 __all__ = ["clear", "config", "export", "import_file", "is_server", "post", "selection", "unpin"]
 
@@ -127,7 +127,7 @@ def _ask(method: str, url: str, path: str, key: str | None, **options: Any) -> h
     try:
         reply = httpx.request(method, f"{base}/v1/cache/{path}", timeout=_TIMEOUT_S, headers=headers, **options)
     except httpx.HTTPError as error:
-        raise SpoliaError(f"no server answers at {url}: {error or type(error).__name__}") from None
+        raise no_answer(url, error) from None
     if reply.status_code != 200:
         try:
             message = str(reply.json()["error"]["message"])

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from spolia.cli.flags import parse_url
+from spolia.cli.flags import no_answer, parse_url
 from spolia.cli.generate import figures
 from spolia.cli.talk import Messages, cache_bar, explained
 from spolia.engine import LLM, Ledger, RequestOutput, SamplingParams
@@ -184,7 +184,7 @@ class RemotePartner:
         return told
 
     def _unreachable(self, error: httpx.HTTPError) -> SpoliaError:
-        return SpoliaError(f"{self._url} does not answer ({error}); is `spolia serve` running there?")
+        return no_answer(self._url, error)
 
     def _refusal(self, reply: httpx.Response) -> SpoliaError:
         try:

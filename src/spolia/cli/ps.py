@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from spolia.cli.flags import parse_url
+from spolia.cli.flags import no_answer, parse_url
 from spolia.errors import SpoliaError
 
 __all__ = ["report", "run"]
@@ -26,9 +26,7 @@ def run(url: str, *, key: str | None) -> None:
         listing = reply.json()
         print(report(listing, time.time()), end="")
     except httpx.HTTPError as error:
-        raise SpoliaError(
-            f"{address} does not answer ({error}); is `spolia serve` running there? --url says where"
-        ) from None
+        raise no_answer(address, error) from None
     except (KeyError, TypeError, ValueError):
         raise SpoliaError(f"{address} answered {reply.status_code}: {reply.text[:200]}") from None
 

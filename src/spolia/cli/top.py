@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from spolia.cli.flags import parse_url, size_text
+from spolia.cli.flags import no_answer, parse_url, size_text
 from spolia.errors import SpoliaError
 
 __all__ = ["frame", "run"]
@@ -48,9 +48,7 @@ def _ask(http: httpx.Client, address: str, params: Mapping[str, str]) -> dict[st
     try:
         reply = http.get(address, params=params)
     except httpx.HTTPError as error:
-        raise SpoliaError(
-            f"{address} does not answer ({error}); is `spolia serve` running there? --url says where"
-        ) from None
+        raise no_answer(address, error) from None
     if reply.status_code != 200:
         try:
             told = reply.json()["error"]["message"]
