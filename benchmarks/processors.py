@@ -1,22 +1,27 @@
 """What logits processors cost: time to sample 64 rows of a vocabulary of 151,936, by what the rows ask for.
 
 Every row is a sequence of 1,000 prompt tokens and 200 of its answer, with a pipeline of its own. Prints a JSON line a
-setting: milliseconds for all rows (best of twenty, all settings in turn), and that less the greedy batch's. Compare it
-with a step of 64 streams of a model of that vocabulary: `spolia bench MODEL --only batch --concurrency 64`.
+setting: milliseconds for all rows (best of twenty, all settings in turn), and that less the greedy batch's; with a
+MODEL of that vocabulary also what share that is of a step of 64 of its streams at 256 tokens, sampling not counted.
 
-    python benchmarks/processors.py
+    python benchmarks/processors.py [MODEL]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import time
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spolia import models
 from spolia.generation import RowSampling, Sampler, SamplingParams, Vocabulary, build_pipeline
+from spolia.kernels.cpu import CpuExecutable
+from spolia.kernels.cpu.roofline import StepShape, measure_step
 
 NUM_ROWS, VOCAB_SIZE = 64, 151_936
 VOCABULARY = Vocabulary(
@@ -72,7 +77,20 @@ def logits_of(kind: str, rng: np.random.Generator) -> NDArray[np.float32]:
     return logits.astype(np.float32)
 
 
+def step_s(source: str) -> float:
+    """Seconds of a step of a model that computes a token of each row."""
+    program = models.load(source).program
+    if program.vocab_size != VOCAB_SIZE:
+        raise SystemExit(f"{source} has a vocabulary of {program.vocab_size}; the rows here have {VOCAB_SIZE}")
+    executable = CpuExecutable(program, kv_dtype="bf16", num_threads=os.cpu_count() or 1)
+    return measure_step(executable, program, StepShape("", NUM_ROWS, 1, 256), seconds=2.0).seconds
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("model", nargs="?")
+    model = parser.parse_args().model
+    of_step_s = None if model is None else step_s(model)
     rng = np.random.default_rng(0)
     sampler = Sampler(VOCAB_SIZE)
     rows = {name: rows_of(options, rng) for name, options in SETTINGS.items()}
@@ -87,12 +105,14 @@ def main() -> None:
                 best[name] = min(best[name], time.perf_counter() - started_s)
         for name, seconds in best.items():
             more = 1e3 * (seconds - best["greedy"])
-            line = {
+            line: dict[str, Any] = {
                 "logits": kind,
                 "setting": name,
                 "ms": round(1e3 * seconds, 1),
                 "ms_more_than_greedy": round(more, 1),
             }
+            if of_step_s is not None:
+                line["percent_of_step"] = round(0.1 * more / of_step_s, 1)
             print(json.dumps(line))
 
 
