@@ -21,7 +21,7 @@ from openai import OpenAI
 from engine.toy import EOS
 from spolia.generation import ReasoningSplitter, StructuredOutput, Vocabulary
 from spolia.server.toolcalls import FORMATS, Format, ToolCallParser, gather
-from spolia.server.toolcalls.strict import call_grammar, one_call_grammar
+from spolia.server.toolcalls.strict import call_grammar, form_or_calls_grammar, one_call_grammar
 
 from .harness import ChattyToy, TextTokenizer, ThinkingTemplate, scripted_engine, serving
 
@@ -62,7 +62,13 @@ class MarkedTokenizer(TextTokenizer):
 class Walk:
     """A reply that grows under the grammar."""
 
-    def __init__(self, format_: Format, thoughts: ReasoningSplitter | None = None, one_call_of: Any = None) -> None:
+    def __init__(
+        self,
+        format_: Format,
+        thoughts: ReasoningSplitter | None = None,
+        one_call_of: Any = None,
+        form: StructuredOutput | None = None,
+    ) -> None:
         written = [format_.opening, format_.closing]
         if (shape := format_.shape) is not None:
             written += re.findall(r"<[^<>]+>", shape.before + shape.after + shape.end)
@@ -75,7 +81,9 @@ class Walk:
             token_bytes=self.tokenizer.token_bytes,
             is_special=self.tokenizer.is_special,
         )
-        if one_call_of is None:
+        if form is not None:
+            grammar = form_or_calls_grammar(format_, TOOLS, self.tokenizer, form, thoughts)  # type: ignore[arg-type]
+        elif one_call_of is None:
             grammar = call_grammar(format_, TOOLS, self.tokenizer, thoughts)  # type: ignore[arg-type]
         else:
             grammar = one_call_grammar(format_, one_call_of, self.tokenizer)  # type: ignore[arg-type]
@@ -198,6 +206,60 @@ def test_whatever_a_model_writes_the_calls_of_strict_tools_are_of_their_schema(f
     assert num_strict > 5
 
 
+FORMS = {
+    "json": StructuredOutput(json={"enum": [{"answer": 7}, ["a/b"]]}),
+    "regex": StructuredOutput(regex=r"[0-3]{2}/[4-9]{1,3}|a\\/\n"),
+    "choice": StructuredOutput(choice=("yes", "<no>", 'a "b"\n')),
+}
+
+
+def has_form(text: str, kind: str) -> bool:
+    if kind == "json":
+        return json.loads(text) in [{"answer": 7}, ["a/b"]]
+    return (
+        text in (FORMS["choice"].choice or ())
+        if kind == "choice"
+        else bool(re.fullmatch(FORMS[kind].regex or "", text))
+    )
+
+
+@pytest.mark.parametrize("family", FORMATS)
+@pytest.mark.parametrize("thinks", [None, "may", "does"])
+def test_a_reply_with_a_form_and_tools_is_of_the_form_or_calls_and_nothing_else(family, thinks):
+    format_, rng = FORMATS[family], random.Random(f"{family} {thinks} form")
+    num = {"form": 0, "calls": 0}
+    for index, kind in enumerate(list(FORMS) * 8):
+        make = lambda: None if thinks is None else ReasoningSplitter(is_open=thinks == "does")  # noqa: E731
+        walk = Walk(format_, make(), form=FORMS[kind])
+        if thinks == "does" or (thinks and rng.random() < 0.5):
+            assert walk.take(b"hm</think>" if thinks == "does" else b"<think>hm</think>")
+        assert walk.take(format_.opening.encode() if index % 2 else {"json": b"[", "regex": b"1", "choice": b"<"}[kind])
+        for _ in range(600):
+            if walk.may_end() or not (allowed := walk.allowed()):
+                break
+            if (shape := format_.shape) is not None and rng.random() < 0.2:
+                walk.take((shape.parameters.closing if shape.parameters is not None else shape.end).encode())
+                continue
+            wanted = [id_ for id_ in b'"}]' if id_ in allowed]
+            walk.take([rng.choice(wanted if wanted and rng.random() < 0.6 else allowed)])
+        if not walk.may_end():
+            continue
+        calls = calls_of(format_, walk.text, make())
+        splitter = make()
+        text = walk.text
+        if splitter is not None:
+            text = splitter.feed(text).content + splitter.finish().content
+        if calls:
+            num["calls"] += 1
+            assert all(VALIDATOR.is_valid(json.loads(said)) for name, said in calls if name == "weather"), walk.text
+            parser = ToolCallParser(format_, {"weather", "time"}, schemas={"weather": SCHEMA}, strict={"weather"})
+            assert not gather([*parser.feed(text), *parser.finish()])[0].strip(), walk.text
+        else:
+            num["form"] += 1
+            assert has_form(text.lstrip() if thinks else text, kind), walk.text
+    assert min(num.values()) > 1
+
+
 MIXED = {
     "type": "object",
     "properties": {
@@ -259,6 +321,10 @@ SCRIPT = {
     "user: bare": '```json\n{"name": "weather", "arguments": {"city": "Rome"}}\n```',
     "user: think": f"<think>\nI could say {WRONG}, but no.\n</think>\n\nHello.",
     "user: hello": "Hello! 1 < 2.",
+    "user: call": WRONG,
+    "user: think and call": f"<think>\nLet me see: {{}}.\n</think>\n\n{WRONG}",
+    "user: form": '{"answer": 12}',
+    "user: think and say": '<think>\nEasy.\n</think>\n\n{"answer": 12}',
 }
 
 
@@ -333,4 +399,40 @@ def test_a_schema_that_cannot_be_held_is_refused_by_name(client):
     bad = {"type": "function", "function": {"name": "it", "strict": True, "parameters": {"type": "nonsense"}}}
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, "hello", tools=[bad])
+    assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_answer_that_has_a_form_may_be_a_call_instead(client, strict):
+    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    tools: Any = [tool(name, strict=strict) for name in ("weather", "time")]
+
+    def ask(question: str, model: str, **fields: Any) -> Any:
+        messages: Any = [{"role": "user", "content": question}]
+        given: Any = {"response_format": form, "tools": tools, "temperature": 0, "max_tokens": 600, **fields}
+        return client.chat.completions.create(model=model, messages=messages, **given).choices[0].message
+
+    for question, model in (("call", "toy"), ("think and call", "thinker")):
+        message = ask(question, model)
+        (call,) = message.tool_calls
+        assert not (message.content or "").strip()
+        assert VALIDATOR.is_valid(json.loads(call.function.arguments)) is strict
+    for question, model in (("form", "toy"), ("think and say", "thinker")):
+        message = ask(question, model)
+        assert message.tool_calls is None
+        assert isinstance(json.loads(message.content)["answer"], int)
+    assert ask("call", "toy", tool_choice="none").tool_calls is None
+
+
+def test_a_form_that_is_wrong_is_not_blamed_on_the_tools_and_a_grammar_of_ones_own_is_refused(client):
+    messages: Any = [{"role": "user", "content": "hello"}]
+    bad: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "nonsense"}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="toy", messages=messages, tools=TOOLS, response_format=bad)
+    assert refused.value.param == "response_format"
+    with pytest.raises(openai.BadRequestError, match="grammar of its own") as refused:
+        client.chat.completions.create(
+            model="toy", messages=messages, tools=TOOLS, extra_body={"structured_outputs": {"grammar": 'start: "a"'}}
+        )
     assert refused.value.param == "tools"

@@ -30,7 +30,7 @@ from spolia.generation.processors.candidates import Scratch
 from spolia.generation.reasoning import ReasoningPart, ReasoningSplitter
 from spolia.generation.sampler import RowSampling, Sampler, Samples, TokenLogprobs, score_token
 from spolia.generation.stop_regex import PatternTextStream, StopPattern
-from spolia.generation.structured import StructuredOutput, json_rule
+from spolia.generation.structured import StructuredOutput, form_rule, json_rule
 from spolia.generation.suffixes import SuffixIndex
 from spolia.generation.text import TextStream, TextUpdate
 from spolia.generation.uniform import uniform
@@ -84,6 +84,7 @@ __all__ = [
     "WatermarkDetector",
     "build_pipeline",
     "first_met",
+    "form_rule",
     "from_generation_config",
     "import_processor",
     "json_rule",

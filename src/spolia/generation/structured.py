@@ -10,6 +10,7 @@ the parsing; it is imported when the first request asks for a form.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from spolia.errors import InvalidRequest
+from spolia.errors import Bug, InvalidRequest
 from spolia.generation.decisions import FormState
 from spolia.generation.history import History
 from spolia.generation.processors.base import Logits
@@ -28,11 +29,12 @@ from spolia.generation.processors.base import Logits
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-__all__ = ["GrammarCompiler", "GrammarMask", "StructuredOutput", "json_rule"]
+__all__ = ["GrammarCompiler", "GrammarMask", "StructuredOutput", "form_rule", "json_rule"]
 
 # One space, or a new line and its indentation: enough to print JSON prettily, and no way to go on for ever.
 _WHITESPACE = r"( |\n[ \t]{0,32})?"
 _NUM_CACHED = 128
+_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")  # one that is not escaped
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _PARAM = "structured_outputs"
 
@@ -329,10 +331,24 @@ class _Wrapper:
         return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
+def json_rule(schema: Mapping[str, Any], whitespace_pattern: str | None = None) -> str:
     """JSON of this schema as a part of a Lark grammar."""
-    spaced = {**_held_bounds(schema), "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+    spaced = {**_held_bounds(schema), "x-guidance": {"whitespace_pattern": whitespace_pattern or _WHITESPACE}}
     return f"%json {json.dumps(spaced)}"
+
+
+def form_rule(form: StructuredOutput) -> str:
+    """An answer of this form, which is no grammar of its own and can be compiled, as a part of a Lark grammar."""
+    if form.grammar is not None:
+        raise Bug("a grammar cannot be a part of another")
+    if form.regex is not None:
+        return "/" + _SLASH.sub(r"\1\\/", form.regex).replace("\n", r"\n") + "/"
+    if form.choice is not None:
+        return f"({' | '.join(json.dumps(text) for text in form.choice)})"
+    schema: Any = json.loads(form.json) if isinstance(form.json, str) else form.json
+    return json_rule(
+        {"type": "object"} if form.json_object else {} if schema is True else schema, form.whitespace_pattern
+    )
 
 
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")

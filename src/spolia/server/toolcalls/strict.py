@@ -14,12 +14,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spolia.generation import ReasoningSplitter, json_rule
+from spolia.generation import ReasoningSplitter, StructuredOutput, form_rule, json_rule
 from spolia.models import Tokenizer
 from spolia.server.toolcalls.formats import Format
 from spolia.server.toolcalls.rules import SPACE, Marks, call_rules, pattern_of
 
-__all__ = ["bare_beginning", "call_grammar", "one_call_grammar"]
+__all__ = ["bare_beginning", "call_grammar", "form_or_calls_grammar", "one_call_grammar"]
 
 _S = SPACE
 _BETWEEN = r"([\[\],; \t\r\n]|```json|```)*"
@@ -73,6 +73,48 @@ def call_grammar(
             f"bare_begun_{index}[lazy]: /{bare_beginning(function['name'])}/",
         ]
     return "\n".join(rules)
+
+
+def form_or_calls_grammar(
+    format_: Format,
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    form: StructuredOutput,
+    thoughts: ReasoningSplitter | None = None,
+) -> str:
+    """Lark, for a reply that is either of a form, or calls and nothing else; thoughts may come before.
+
+    Args:
+        tools, thoughts: as in `call_grammar`.
+        form: of any kind but a grammar.
+    """
+    marks = Marks(tokenizer, format_)
+    token = marks.token(format_.opening)
+    opening = json.dumps(format_.opening) + (f" | {token}" if token else "")
+    # Who writes calls as JSON often leaves the marks away; without them there is one.
+    has_bare = format_.shape is None and not format_.in_list
+    rules = [
+        "%llguidance {}",
+        f"answer: form | calls_only{' | call' if has_bare else ''}",
+        f"calls_only: opened calls{' (SPACE opened calls)*' if format_.closing else ''}",
+        f"form: {form_rule(form)}",
+        f"opened: {opening}",
+        f"SPACE: /{_S}/",
+        f"SEPARATOR: /{_S}[;,]?{_S}/",
+        f"calls: {_calls(marks)}",
+        *call_rules(format_, tools, marks, strict_only=True),
+    ]
+    if thoughts is None:
+        return "\n".join([*rules, "start: answer"])
+    begun = "" if thoughts.is_inside else rf"[ \t\r\n]*{pattern_of(thoughts.opening)}"
+    without = "" if thoughts.is_inside else " | answer"
+    return "\n".join(
+        [
+            *rules,
+            f"start: thoughts SPACE answer{without}",
+            rf"thoughts[lazy]: /{begun}(.|\n)*{pattern_of(thoughts.closing)}/",
+        ]
+    )
 
 
 def _pieces(suffix: str, text: str, marks: Marks) -> list[str]:

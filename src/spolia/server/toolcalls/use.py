@@ -12,7 +12,7 @@ from spolia.generation import ReasoningSplitter
 from spolia.models import Model
 from spolia.server.toolcalls.formats import FORMATS, Format, format_of
 from spolia.server.toolcalls.parser import ToolCallParser
-from spolia.server.toolcalls.strict import call_grammar, one_call_grammar
+from spolia.server.toolcalls.strict import call_grammar, form_or_calls_grammar, one_call_grammar
 
 __all__ = ["ToolUse"]
 
@@ -97,27 +97,37 @@ class ToolUse:
         return [tool["function"]["name"] for tool in self._callable if tool["function"].get("strict")]
 
     def params(self, params: SamplingParams, model: Model, thoughts: ReasoningSplitter | None = None) -> SamplingParams:
-        """With the marks of calls in the text, where they are special tokens, and the form of calls that must be, or
-        that are to be strict.
+        """With the marks of calls in the text, where they are special tokens, and the form of calls that must be, that
+        are to be strict, or that come in place of an answer that has a form.
         """
         format_ = self.format(model)
         if format_.is_special:
             params = replace(params, skip_special_tokens=False)
+        form = params.structured_outputs
         if not self.must_call:
-            if not self.strict_names or params.structured_outputs is not None:
+            if form is not None and self._callable:
+                if form.grammar is not None:
+                    raise InvalidRequest(
+                        "tools may be called and the answer has a grammar of its own, which would have to allow for "
+                        "calls; send tool_choice none, or a form in place of the grammar: a JSON schema, regex, choice",
+                        param="tools",
+                    )
+                grammar = form_or_calls_grammar(format_, self._callable, model.tokenizer, form, thoughts)
+                return replace(params, structured_outputs=StructuredOutput.of({"grammar": grammar}))
+            if form is not None or not self.strict_names:
                 return params
             grammar = call_grammar(format_, self._callable, model.tokenizer, thoughts)
             return replace(params, structured_outputs=StructuredOutput.of({"grammar": grammar}))
-        if params.structured_outputs is not None:
+        if form is not None:
             raise InvalidRequest(
                 "a call must be made and the answer have a form of its own: it cannot be both; send tool_choice auto",
                 param="tool_choice",
             )
         if format_.shape is None:
-            form = StructuredOutput(json=format_.call_schema(self._callable))
+            call = StructuredOutput(json=format_.call_schema(self._callable))
         else:
-            form = StructuredOutput(grammar=one_call_grammar(format_, self._callable, model.tokenizer))
-        return replace(params, structured_outputs=form)
+            call = StructuredOutput(grammar=one_call_grammar(format_, self._callable, model.tokenizer))
+        return replace(params, structured_outputs=call)
 
     async def prepare(
         self, params: SamplingParams, engine: AsyncEngine, thoughts: ReasoningSplitter | None = None
@@ -128,8 +138,9 @@ class ToolUse:
             thoughts: what will tell the reply's thoughts from the rest.
 
         Raises:
-            InvalidRequest: a tool's schema cannot be compiled.
+            InvalidRequest: a tool's schema cannot be compiled, or the answer's form.
         """
+        await engine.prepare(params)  # so that a form that is wrong is not blamed on the tools
         try:
             params = self.params(params, engine.model, thoughts)
             await engine.prepare(params)
