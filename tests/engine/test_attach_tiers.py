@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -36,6 +37,32 @@ def ask(llm: LLM, seed: int):
     output = llm.generate(prompt(seed), GREEDY)
     assert list(output.token_ids) == toy_answer(prompt(seed), 8)
     return output
+
+
+@contextmanager
+def traffic(llm: LLM, *, num_threads: int) -> Iterator[None]:
+    """Threads that ask until the block ends, and every answer was right."""
+    stop, failures = threading.Event(), list[BaseException]()
+
+    def go_on_asking(number: int) -> None:
+        rng = random.Random(number)
+        while not stop.is_set():
+            try:
+                ask(llm, rng.randrange(8))
+            except BaseException as error:
+                failures.append(error)
+                return
+
+    threads = [threading.Thread(target=go_on_asking, args=(number,)) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
 
 
 def names(llm: LLM) -> list[str]:
@@ -178,31 +205,15 @@ def test_if_the_tier_below_does_not_take_it_nothing_is_detached_or_lost(llm, tro
 
 
 def test_what_an_exclusive_tier_holds_is_handed_down_whole_under_traffic_and_every_answer_is_right(llm):
-
-    stop, failures = threading.Event(), list[BaseException]()
-
-    def traffic() -> None:
-        rng = random.Random(0)
-        while not stop.is_set():
-            try:
-                ask(llm, rng.randrange(8))
-            except BaseException as error:
-                failures.append(error)
-                return
-
     below = FaultyBackend()
     llm.attach_tier(TierUse(Tier("below", below), "write_back"))
-    thread = threading.Thread(target=traffic)
-    thread.start()
-    for _ in range(8):
-        filled(llm, use := host())
-        keys = {entry.key for entry in use.tier.backend.entries()}
-        done = llm.detach_tier("host")
-        assert (done.to, done.num_dropped_blocks) == ("below", 0)
-        assert len(keys) > 0
-    stop.set()
-    thread.join()
-    assert failures == []
+    with traffic(llm, num_threads=1):
+        for _ in range(8):
+            filled(llm, use := host())
+            num_blocks = len(use.tier.backend.entries())
+            done = llm.detach_tier("host")
+            assert (done.to, done.num_dropped_blocks) == ("below", 0)
+            assert num_blocks > 0
 
 
 def test_names_are_unique_and_unknown_ones_are_told(llm):
@@ -214,30 +225,12 @@ def test_names_are_unique_and_unknown_ones_are_told(llm):
 
 
 def test_tiers_come_and_go_under_traffic_and_every_answer_is_right(llm):
-    stop = threading.Event()
-    failures: list[BaseException] = []
-
-    def traffic(number: int) -> None:
-        rng = random.Random(number)
-        while not stop.is_set():
-            try:
-                ask(llm, rng.randrange(8))
-            except BaseException as error:
-                failures.append(error)
-                return
-
-    threads = [threading.Thread(target=traffic, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
     backend = FaultyBackend()
-    for _ in range(8):
-        llm.attach_tier(TierUse(Tier("remote", backend)))
-        llm.attach_tier(TierUse(Tier("host", HostBackend(100_000)), "write_back", is_exclusive=True), index=0)
-        time.sleep(0.05)
-        llm.detach_tier("host")
-        llm.detach_tier("remote")
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with traffic(llm, num_threads=3):
+        for _ in range(8):
+            llm.attach_tier(TierUse(Tier("remote", backend)))
+            llm.attach_tier(TierUse(Tier("host", HostBackend(100_000)), "write_back", is_exclusive=True), index=0)
+            time.sleep(0.05)
+            llm.detach_tier("host")
+            llm.detach_tier("remote")
     assert names(llm) == []

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from spolia.errors import StorageUnavailable
-from spolia.tiers import Tier, TierState
+from spolia.tiers import Health, HostBackend, Tier, TierState
 
 from .faults import FaultyBackend
 from .samples import extent_of, headers, payload_of
@@ -112,3 +112,21 @@ def test_a_hanging_backend_is_not_asked_until_it_returns(tier, backend, clock):
     stuck.join()
     assert tier.state is TierState.UP
     assert get(tier, keys_of(1)) != [None]
+
+
+def test_a_backend_that_is_closed_is_asked_nothing_more(tier, backend, monkeypatch):
+    assert tier.put(keys_of(2), values_of(2)) == 2
+    held, asked = tier.stats.health, []
+    monkeypatch.setattr(backend, "health", lambda: asked.append("health"))
+    tier.close()
+    assert asked == []
+    assert tier.stats.health == held
+    assert held.num_entries == 2
+
+
+def test_memory_that_was_given_back_is_held_no_more():
+    tier = Tier("host", HostBackend(10 * SIZE))
+    assert tier.put(keys_of(2), values_of(2)) == 2
+    assert tier.stats.health.num_entries == 2
+    tier.close()
+    assert tier.stats.health == Health(0, 0, 10 * SIZE)

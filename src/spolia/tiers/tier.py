@@ -19,6 +19,7 @@ from spolia.errors import StorageUnavailable
 
 from .backend import Buffer, EvictingBackend, Health, StorageBackend
 from .extent import Checksum, ExtentError, ExtentHeader, Sealer, extent_bytes, open_extent
+from .host import HostBackend
 from .keys import BLOCK_SIZE, DIGEST_BYTES, link, root_digest
 
 __all__ = ["Tier", "TierState", "TierStats"]
@@ -288,10 +289,9 @@ class Tier:
         with self._lock:
             self._known.clear()
         self.backend.close()
-        with suppress(Exception):  # one that cannot tell is taken to have what it had
-            health = self.backend.health()
+        if isinstance(self.backend, HostBackend):  # others have what they had, and are not asked when they are closed
             with self._lock:
-                self._health = health
+                self._health = self.backend.health()
 
     # -- Parts ---------------------------------------------------------------------------------------------------------
 
