@@ -208,7 +208,7 @@ def test_whatever_a_model_writes_the_calls_of_strict_tools_are_of_their_schema(f
 
 FORMS = {
     "json": StructuredOutput(json={"enum": [{"answer": 7}, ["a/b"]]}),
-    "regex": StructuredOutput(regex=r"[0-3]{2}/[4-9]{1,3}|a\\/\n"),
+    "regex": StructuredOutput(regex=r"[0-3]{2}/[4-9]{1,3}|a\\/\n|b\/c"),
     "choice": StructuredOutput(choice=("yes", "<no>", 'a "b"\n')),
 }
 
@@ -264,7 +264,7 @@ MIXED = {
     "type": "object",
     "properties": {
         "city": {"type": "string"},
-        "code": {"type": "string", "pattern": "^[A-Z]/[0-9]+$", "maxLength": 5},
+        "code": {"type": "string", "pattern": r"^[A-Z]\/[0-9]+$", "maxLength": 5},
         "unit": {"$ref": "#/$defs/Unit"},
         "days": {"type": "integer", "minimum": 1, "maximum": 9},
         "near": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},

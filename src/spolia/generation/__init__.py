@@ -30,7 +30,7 @@ from spolia.generation.processors.candidates import Scratch
 from spolia.generation.reasoning import ReasoningPart, ReasoningSplitter
 from spolia.generation.sampler import RowSampling, Sampler, Samples, TokenLogprobs, score_token
 from spolia.generation.stop_regex import PatternTextStream, StopPattern
-from spolia.generation.structured import StructuredOutput, form_rule, json_rule
+from spolia.generation.structured import StructuredOutput, between_slashes, form_rule, json_rule
 from spolia.generation.suffixes import SuffixIndex
 from spolia.generation.text import TextStream, TextUpdate
 from spolia.generation.uniform import uniform
@@ -82,6 +82,7 @@ __all__ = [
     "Vocabulary",
     "Watermark",
     "WatermarkDetector",
+    "between_slashes",
     "build_pipeline",
     "first_met",
     "form_rule",

@@ -29,12 +29,12 @@ from spolia.generation.processors.base import Logits
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-__all__ = ["GrammarCompiler", "GrammarMask", "StructuredOutput", "form_rule", "json_rule"]
+__all__ = ["GrammarCompiler", "GrammarMask", "StructuredOutput", "between_slashes", "form_rule", "json_rule"]
 
 # One space, or a new line and its indentation: enough to print JSON prettily, and no way to go on for ever.
 _WHITESPACE = r"( |\n[ \t]{0,32})?"
 _NUM_CACHED = 128
-_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")  # one that is not escaped
+_UNSLASHED = re.compile(r"\\.|[/\n]", re.DOTALL)
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _PARAM = "structured_outputs"
 
@@ -337,12 +337,18 @@ def json_rule(schema: Mapping[str, Any], whitespace_pattern: str | None = None) 
     return f"%json {json.dumps(spaced)}"
 
 
+def between_slashes(pattern: str) -> str:
+    """A regular expression as it is written in a Lark grammar, without the slashes around it."""
+    told = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return _UNSLASHED.sub(lambda part: told.get(part[0], part[0]), pattern)
+
+
 def form_rule(form: StructuredOutput) -> str:
     """An answer of this form, which is no grammar of its own and can be compiled, as a part of a Lark grammar."""
     if form.grammar is not None:
         raise Bug("a grammar cannot be a part of another")
     if form.regex is not None:
-        return "/" + _SLASH.sub(r"\1\\/", form.regex).replace("\n", r"\n") + "/"
+        return f"/{between_slashes(form.regex)}/"
     if form.choice is not None:
         return f"({' | '.join(json.dumps(text) for text in form.choice)})"
     schema: Any = json.loads(form.json) if isinstance(form.json, str) else form.json

@@ -65,9 +65,8 @@ class Turn:
         ids = await conversation.encode(model)
         wished = () if wishes is None else await wishes(ids)
         splitter = splitter_of(model, ids)
-        if tool_use is None:
-            await served.engine.prepare(params)
-        else:
+        await served.engine.prepare(params)
+        if tool_use is not None:
             params = await tool_use.prepare(params, served.engine, splitter)
         answer = Answer.submit(
             kind,

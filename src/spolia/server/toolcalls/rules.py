@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spolia.errors import InvalidRequest
-from spolia.generation import json_rule
+from spolia.generation import between_slashes, json_rule
 from spolia.models import Tokenizer
 from spolia.server.toolcalls.formats import Format
 from spolia.server.toolcalls.shapes import Parameters, is_text, kinds_of, resolved
@@ -129,8 +129,11 @@ def _patterns_of(schema: Mapping[str, Any]) -> list[str]:
     if (pattern := schema.get("pattern")) is not None:
         if "|" in pattern and "^" in pattern + pattern[-1:].replace("$", "^"):
             raise _refusal("pattern", f"text, by {pattern!r},")
-        begin, end = ("" if pattern.startswith("^") else f"{_ANY}*"), ("" if pattern.endswith("$") else f"{_ANY}*")
-        patterns.append(f"{begin}({pattern.removeprefix('^').removesuffix('$')}){end}".replace("/", r"\/"))
+        inside = pattern.removesuffix("$")
+        has_end = inside != pattern and (len(inside) - len(inside.rstrip("\\"))) % 2 == 0  # `\$` is a dollar
+        inside = (inside if has_end else pattern).removeprefix("^")
+        begin, end = ("" if pattern.startswith("^") else f"{_ANY}*"), ("" if has_end else f"{_ANY}*")
+        patterns.append(f"{begin}({between_slashes(inside)}){end}")
     return patterns
 
 

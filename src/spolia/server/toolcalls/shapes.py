@@ -3,7 +3,7 @@
     before  name  after  arguments  end
                          a JSON object, or parameters one by one:  opening  key  middle  value  closing
 
-The shape is read by `written.py` and made a grammar of by `strict.py`, so that both mean the same. White space in these
+The shape is read by `written.py` and made a grammar of by `rules.py`, so that both mean the same. White space in these
 texts is what a model writes; readers take any, or none.
 """
 

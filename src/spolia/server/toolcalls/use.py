@@ -132,15 +132,14 @@ class ToolUse:
     async def prepare(
         self, params: SamplingParams, engine: AsyncEngine, thoughts: ReasoningSplitter | None = None
     ) -> SamplingParams:
-        """`params` with all that the use of tools needs, and its form compiled.
+        """`params`, whose form is compiled, with all that the use of tools needs, that form compiled, too.
 
         Args:
             thoughts: what will tell the reply's thoughts from the rest.
 
         Raises:
-            InvalidRequest: a tool's schema cannot be compiled, or the answer's form.
+            InvalidRequest: a tool's schema cannot be compiled.
         """
-        await engine.prepare(params)  # so that a form that is wrong is not blamed on the tools
         try:
             params = self.params(params, engine.model, thoughts)
             await engine.prepare(params)
