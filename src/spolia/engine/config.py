@@ -52,7 +52,7 @@ class EngineConfig:
         kv_fetch_timeout_s: see `kv_fetch`.
         speculation: guess tokens ahead and check several in one step, which changes no answer: "prompt" (what followed
             the same words earlier in the text), "tree" (what followed the same text in the cache), "auto" (either, and
-            what followed the same words in the tenant's other texts), or "off".
+            what followed the same words in the tenant's other texts), or "off" (only what the answer's form forces).
         draft_model: a smaller model with the same tokens, which writes ahead where that pays; None: none does. Its KV
             takes its part of `kv_memory`.
         backend: a key of `kernels.BACKENDS`: "cpu", or "reference" (slow, exact numpy).

@@ -43,7 +43,7 @@ class Drafter:
     Args:
         cache: whose tokens are guessed from.
         sources: "text": what followed the same words earlier in the text; "cache": in other texts of the same
-            namespace; "tree": what followed exactly this text.
+            namespace; "tree": what followed exactly this text. Without any, only what forms force is drafted.
         model: the smaller model; None: there is none.
         clock: seconds; only differences matter.
     """
@@ -58,7 +58,7 @@ class Drafter:
     ) -> None:
         self._cache = cache
         self._sources = sources
-        self._index = SuffixIndex()
+        self._index = SuffixIndex() if sources else SuffixIndex(num_slots=2, max_tokens=0)
         self._known = Acceptance()
         self._costs = StepCosts()
         self._num_cleared_tokens = cache.stats.num_cleared_tokens
@@ -73,6 +73,8 @@ class Drafter:
         """For a new sequence, whose buffer `token_ids` is; None if it does without."""
         if not request.params.speculation:
             return None
+        if not self._sources and (request.pipeline is None or not request.pipeline.has_form):
+            return None
         owner = request.namespace if "cache" in self._sources else request.request_id.encode()
         return Guesser(
             self._index,
@@ -81,7 +83,7 @@ class Drafter:
             len(request.prompt_token_ids),
             known=self._known,
             looks_back="text" in self._sources,
-            prediction=request.prediction_ids,
+            prediction=request.prediction_ids if self._sources else None,
         )
 
     def draft(self, running: Seq[Sequence]) -> None:
@@ -94,7 +96,8 @@ class Drafter:
         self._model_s = 0.0
         for sequence in running:
             sequence.num_drafts = 0
-        if not running or any(sequence.num_pending_tokens != 1 for sequence in running):
+        has_guesses = bool(self._sources) or any(sequence.guesser is not None for sequence in running)
+        if not running or not has_guesses or any(sequence.num_pending_tokens != 1 for sequence in running):
             self._base = 0
             return
         self._base = len(running)
@@ -209,7 +212,8 @@ class Drafter:
             self._costs.note(self._base, num_rows - num_sequences, duration_s - self._model_s)
 
 
-_SOURCES = {
+_SOURCES: dict[str, frozenset[str]] = {
+    "off": frozenset(),
     "prompt": frozenset({"text"}),
     "tree": frozenset({"tree"}),
     "auto": frozenset({"text", "tree", "cache"}),
@@ -222,6 +226,6 @@ def make_drafter(
     *,
     model: DraftModel | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Drafter | None:
+) -> Drafter:
     """The drafter that a setting of `EngineConfig.speculation` names."""
-    return None if speculation == "off" else Drafter(cache, _SOURCES[speculation], model=model, clock=clock)
+    return Drafter(cache, _SOURCES[speculation], model=model, clock=clock)

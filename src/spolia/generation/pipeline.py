@@ -310,6 +310,11 @@ class Pipeline:
         """Nothing more may follow: the answer has the form that it must have."""
         return self._form is not None and self._form.is_complete
 
+    @property
+    def has_form(self) -> bool:
+        """The answer must have a form."""
+        return self._form is not None
+
     def forced_ids(self) -> list[int]:
         """Tokens that the form of the answer leaves no choice about; often none."""
         ids = [] if self._form is None else self._form.forced_ids()

@@ -116,6 +116,7 @@ class GrammarMask:
         self._vocab_size = vocab_size
         self._num_seen: int | None = None  # tokens of the history that the matcher knows
         self._next: Future[NDArray[np.bool_]] | None = None
+        self._forced: list[int] = []
         self.is_complete = False
 
     def fork(self) -> GrammarMask:
@@ -123,7 +124,7 @@ class GrammarMask:
         if self._next is not None:
             self._next.exception()  # waits
         forked = GrammarMask(self._matcher.deep_copy(), self._pool, self._vocab_size)
-        forked._num_seen, forked.is_complete = self._num_seen, self.is_complete
+        forked._num_seen, forked._forced, forked.is_complete = self._num_seen, self._forced, self.is_complete
         return forked
 
     def take(self, history: History) -> None:
@@ -139,12 +140,16 @@ class GrammarMask:
                 self._matcher.consume_token(token_id)
         self._num_seen = history.num_tokens
         self.is_complete = self._matcher.is_stopped() and not self._matcher.is_error()
+        # Quick, unlike the mask, which nobody waits for before the step.
+        has_end = self.is_complete or self._matcher.is_error()
+        self._forced = [] if has_end else self._matcher.compute_ff_tokens()
         self._next = self._pool.submit(self._forbidden)
 
     def state(self) -> FormState:
         """Where the answer is in the form."""
-        num_forced = len(self.forced_ids())  # waits
-        return FormState(self._matcher.is_accepting(), num_forced)
+        if self._next is not None:
+            self._next.exception()  # waits
+        return FormState(self._matcher.is_accepting(), len(self._forced))
 
     def note_dropped(self, num_tokens: int) -> None:
         """The history has lost so many tokens that the matcher knows, and goes on."""
@@ -152,9 +157,7 @@ class GrammarMask:
 
     def forced_ids(self) -> list[int]:
         """Tokens that must follow, as the model's own tokenizer would cut them; a guess, as other cuts are allowed."""
-        if self._next is not None:
-            self._next.exception()  # waits
-        return [] if self.is_complete or self._matcher.is_error() else self._matcher.compute_ff_tokens()
+        return self._forced
 
     def process(self, logits: Logits, rows: Sequence[History]) -> None:
         (history,) = rows
