@@ -64,13 +64,16 @@ def test_the_commands_reach_the_server(url, tmp_path):
     assert "outcome" not in spolia("config", "--policy", "lfu", "--kv-memory", "4096", "--url", url)
     assert "kv_policy: lfu" in spolia("config", "--url", url)
     assert "num_cached_tokens: 7" in spolia("lookup", "--session", session, "--url", url)
+    assert "num_cached_tokens: 7" in spolia("lookup", "--session", session, "--exact-kv", "--url", url)
     assert "deleted: yes" in spolia("unpin", "1", "--url", url)
     assert "talk.kv" in spolia("export", url, session, str(tmp_path / "talk.kv"))
+    assert "talk2.kv" in spolia("export", url, session, str(tmp_path / "talk2.kv"), "--exact-kv")
     assert "num_tokens" in spolia("clear", url, "--session", session)
     assert "num_tokens: 64" in spolia("import", url, str(tmp_path / "talk.kv"))
     with pytest.raises(InvalidRequest, match="--kv-offload-dtype"):
         operator.post("compress", url, None, {"prompt": PROMPT})
     assert "to: device" in spolia("move", "device", PROMPT, "--url", url)
+    assert "to: device" in spolia("move", "device", PROMPT, "--exact-kv", "--url", url)
     assert "num_tokens: 64" in spolia("clear", url, "--prefix", PROMPT[:40], "--pinned")
     assert "num_tokens: 0" in spolia("pin", PROMPT, "--url", url)
 

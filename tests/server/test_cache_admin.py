@@ -535,6 +535,46 @@ def test_exact_kv_is_compressed_and_is_then_told_as_rounded_and_never_taken_for_
     assert answer(rounding, prompt(0), exact_kv=True) == (said, 0, None)
 
 
+def test_exact_kv_is_looked_up_moved_and_carried_away_apart_from_the_other(rounding):
+    session = httpx.post(f"{rounding.url}/v1/sessions", json={"ttl": 100}).json()["id"]
+    said = evicted(rounding, prompt(0), session=session)
+    exact = {"exact_kv": True}
+    assert rounding.lookup(prompt(0)) == (0, {"host": 0, "disk": 0})
+    assert rounding.lookup(prompt(0), **exact) == (0, {"host": 96, "disk": 96})
+    assert rounding.post("move", prompt=prompt(0), to="device")["num_tokens"] == 0
+    assert rounding.post("move", prompt=prompt(0), to="device", **exact)["num_tokens"] == 96
+    assert rounding.lookup(prompt(0), **exact) == (96, {"host": 0, "disk": 96})
+    assert rounding.post("move", session=session, to="host", **exact)["num_tokens"] == 96
+    assert rounding.lookup(prompt(0), **exact) == (0, {"host": 96, "disk": 96})
+    assert "not one block" in rounding.post("export", 400, session=session)["error"]["message"]
+    carried = httpx.post(f"{rounding.url}/v1/cache/export", json={"session": session, **exact}, timeout=60).content
+    rounding.post("clear", all=True)
+    assert rounding.lookup(prompt(0), **exact) == (0, {"host": 0, "disk": 0})
+    imported = httpx.post(f"{rounding.url}/v1/cache/import", content=carried, timeout=60).json()
+    assert (imported["num_tokens"], imported["exact_kv"]) == (96, True)
+    assert rounding.lookup(prompt(0)) == (0, {"host": 0, "disk": 0})
+    assert rounding.lookup(prompt(0), **exact)[0] == 96
+    eventually(lambda: rounding.lookup(prompt(0), **exact)[1]["disk"] == 96)
+    rounding.post("clear", all=True, tiers=False)  # what went down after the import is as exact as what was computed
+    assert answer(rounding, prompt(0), **exact) == (said, 96, None)
+
+
+def test_what_is_rounded_goes_away_and_comes_back_as_rounded(rounding):
+    said = answer(rounding, prompt(0))[0]
+    carried = httpx.post(f"{rounding.url}/v1/cache/export", json={"prompt": prompt(0)}, timeout=60).content
+    rounding.post("clear", all=True)
+    imported = httpx.post(f"{rounding.url}/v1/cache/import", content=carried, timeout=60).json()
+    assert (imported["num_tokens"], imported["exact_kv"]) == (96, False)
+    assert rounding.lookup(prompt(0), exact_kv=True)[0] == 0
+    assert answer(rounding, prompt(0)) == (said, 96, {"int8": 96})
+
+
+def test_a_server_that_does_not_round_takes_exact_kv_for_the_usual(server):
+    server.cached(prompt(0))
+    for exact_kv in (False, True):
+        assert server.lookup(prompt(0), exact_kv=exact_kv)[0] == 99
+
+
 @pytest.mark.parametrize("way", ["prompt", "session", "namespace"])
 def test_clearing_takes_exact_kv_too(rounding, way):
     session = httpx.post(f"{rounding.url}/v1/sessions", json={"ttl": 100}).json()["id"]

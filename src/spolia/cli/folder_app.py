@@ -57,6 +57,9 @@ def add_folder_commands(app: typer.Typer) -> None:
             str, typer.Argument(metavar="ID", help="As `spolia cache ls` shows it; of a server, a session's.")
         ],
         file: Annotated[Path, typer.Argument(metavar="FILE", help="To make.")],
+        exact_kv: Annotated[
+            bool, typer.Option("--exact-kv", help="Of a server: that of requests with exact_kv.")
+        ] = False,
         model: ModelOption = None,
         api_key: ApiKeyOption = None,
     ) -> None:
@@ -64,7 +67,7 @@ def add_folder_commands(app: typer.Typer) -> None:
         from spolia.cli import folder, operator
 
         if operator.is_server(place):
-            operator.export(place, api_key, conversation, model, file)
+            operator.export(place, api_key, conversation, model, file, exact_kv=exact_kv)
         else:
             folder.export(Path(place), conversation, file)
 

@@ -83,9 +83,10 @@ def clear(url: str, key: str | None, body: Mapping[str, Any]) -> None:
     post("clear", url, key, body)
 
 
-def export(url: str, key: str | None, session: str, model: str | None, file: Path) -> None:
+def export(url: str, key: str | None, session: str, model: str | None, file: Path, *, exact_kv: bool = False) -> None:
     """Write the KV of a server's session to a file."""
-    content = _ask("POST", url, "export", key, json=_given(session=session, model=model)).content
+    asked = _given(session=session, model=model, exact_kv=exact_kv or None)
+    content = _ask("POST", url, "export", key, json=asked).content
     try:
         with file.open("xb") as out:
             out.write(content)

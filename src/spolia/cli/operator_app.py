@@ -22,6 +22,9 @@ SessionOption = Annotated[str | None, typer.Option("--session", metavar="ID", he
 MessagesOption = Annotated[
     Path | None, typer.Option("--messages", metavar="FILE", help="Or a conversation: a JSON list of messages.")
 ]
+ExactOption = Annotated[
+    bool, typer.Option("--exact-kv", help="That of requests with exact_kv, where tiers keep KV in fewer bits.")
+]
 SaltOption = Annotated[str | None, typer.Option("--salt", help="The cache_salt of its requests.")]
 _URL = "http://127.0.0.1:8000"
 
@@ -48,11 +51,12 @@ def add_operator_commands(app: typer.Typer) -> None:
         messages: MessagesOption = None,
         model: ModelOption = None,
         salt: SaltOption = None,
+        exact_kv: ExactOption = False,
         url: UrlOption = _URL,
         key: KeyOption = None,
     ) -> None:
         """Show where a prompt's KV lies in a server, and why no more does."""
-        post("lookup", url, key, **selected(prompt, session, messages, model, salt))
+        post("lookup", url, key, **selected(prompt, session, messages, model, salt), exact_kv=exact_kv or None)
 
     @app.command()
     def warm(
@@ -80,11 +84,13 @@ def add_operator_commands(app: typer.Typer) -> None:
         keep: Annotated[bool, typer.Option("--keep", help="On the device, too.")] = False,
         model: ModelOption = None,
         salt: SaltOption = None,
+        exact_kv: ExactOption = False,
         url: UrlOption = _URL,
         key: KeyOption = None,
     ) -> None:
         """Have a server move a prompt's KV to a tier, or to the device."""
-        post("move", url, key, **selected(prompt, session, messages, model, salt), to=to, keep=keep)
+        chosen = selected(prompt, session, messages, model, salt)
+        post("move", url, key, **chosen, to=to, keep=keep, exact_kv=exact_kv or None)
 
     @app.command()
     def compress(

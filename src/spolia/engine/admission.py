@@ -102,12 +102,8 @@ class Admission:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params is {params!r}; give SamplingParams(...)", param="params")
-        if params.exact_kv and not self.has_exact_kv:
-            raise InvalidRequest(
-                "exact_kv is true, and this engine keeps all KV in fewer bits (kv_dtype int8): leave exact_kv out, or "
-                "ask an engine whose kv_dtype is bf16, f16 or f32",
-                param="exact_kv",
-            )
+        if params.exact_kv:
+            self.require_exact_kv()
         _check_salt(cache_salt)
         token_ids, num_truncated_tokens = self._fit(self._token_ids(prompt), params)
         healing = None
@@ -195,6 +191,18 @@ class Admission:
                 param="guidance_scale",
             )
         return most
+
+    def require_exact_kv(self) -> None:
+        """
+        Raises:
+            InvalidRequest: there is none here.
+        """
+        if not self.has_exact_kv:
+            raise InvalidRequest(
+                "exact_kv is true, and this engine keeps all KV in fewer bits (kv_dtype int8): leave exact_kv out, or "
+                "ask an engine whose kv_dtype is bf16, f16 or f32",
+                param="exact_kv",
+            )
 
     def namespace_of(self, params: SamplingParams, cache_salt: str) -> bytes:
         """Where a request with these parameters looks for KV."""

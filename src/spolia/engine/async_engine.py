@@ -15,6 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from spolia.engine.assembly import Engine, build_engine
 from spolia.engine.beams import BeamRun
 from spolia.engine.config import EngineConfig
@@ -302,6 +305,16 @@ class AsyncEngine:
         """What requests with this salt share that want exact KV; the same where tiers keep all KV as it is."""
         return self._admission.namespace_for(cache_salt, is_exact=True)
 
+    def namespace_for(self, cache_salt: str, *, exact_kv: bool) -> bytes:
+        """What requests with this salt share that ask for exact KV, or that do not.
+
+        Raises:
+            InvalidRequest: there is no exact KV here.
+        """
+        if exact_kv:
+            self._admission.require_exact_kv()
+        return self._admission.namespace_for(cache_salt, is_exact=exact_kv)
+
     def namespace_of(self, params: SamplingParams, cache_salt: str) -> bytes:
         """Where a request with these parameters looks for KV."""
         return self._admission.namespace_of(params, cache_salt)
@@ -399,7 +412,12 @@ class AsyncEngine:
         parts = await asyncio.to_thread(read_archive, path, make_sealer(self.config))
         num_bytes = sum(len(extent) for _, extent in parts)
         blocks = [(header, payload_of(header, extent)) for header, extent in parts]
-        ids, num_cached = await self.call(lambda core: put_in(core, namespace, blocks, core.tiering.blocks.exact))
+
+        def put(core: EngineCore) -> tuple[NDArray[np.int32], int]:
+            written = core.tiering.blocks
+            return put_in(core, namespace, blocks, written.exact, kept=written.usual)
+
+        ids, num_cached = await self.call(put)
         return ids.tolist(), num_cached, num_bytes
 
     async def call(self, function: Callable[[EngineCore], T]) -> T:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -40,7 +40,7 @@ from spolia.tiers import (
 if TYPE_CHECKING:
     from spolia.engine.async_engine import AsyncEngine
 
-__all__ = ["CacheAdmin", "ClearReport", "CompressReport", "Lookup"]
+__all__ = ["CacheAdmin", "ClearReport", "CompressReport", "Imported", "Lookup"]
 
 logger = logging.getLogger("spolia.engine")
 
@@ -88,6 +88,13 @@ class ClearReport:
     kept_pins: tuple[int, ...] = ()
 
 
+class Imported(NamedTuple):
+    """How many tokens a file had; `exact_kv`: only requests for exact KV find them."""
+
+    num_tokens: int
+    exact_kv: bool
+
+
 @dataclass(frozen=True, slots=True)
 class CompressReport:
     """What is in fewer bits now.
@@ -104,6 +111,8 @@ class CompressReport:
 class CacheAdmin:
     """For one engine. Nothing here holds up requests for longer than a step.
 
+    Where tiers round KV, that of requests for exact KV is apart: `exact_kv` chooses it. What is cleared goes of both.
+
     Args:
         sealer: what closes that which leaves memory.
     """
@@ -114,12 +123,12 @@ class CacheAdmin:
 
     # -- Looking -------------------------------------------------------------------------------------------------------
 
-    async def lookup(self, token_ids: Sequence[int], *, cache_salt: str = "") -> Lookup:
+    async def lookup(self, token_ids: Sequence[int], *, cache_salt: str = "", exact_kv: bool = False) -> Lookup:
         """What a request with these tokens would find, and in which tiers it lies. Changes nothing.
 
         Tells whether another tenant or salt has more of it: for operators only.
         """
-        namespace = self._engine.namespace(cache_salt)
+        namespace = self._engine.namespace_for(cache_salt, exact_kv=exact_kv)
         hit = await self._engine.call(lambda core: core.cache.explain(namespace, token_ids, other_namespaces=True))
         tiers, keys, num_groups = await self._engine.call(lambda core: _names(core, namespace, token_ids))
         counts = await asyncio.gather(*(asyncio.to_thread(tier.count, keys) for tier in tiers))
@@ -143,11 +152,13 @@ class CacheAdmin:
 
     # -- Moving --------------------------------------------------------------------------------------------------------
 
-    async def bring(self, token_ids: Sequence[int], *, cache_salt: str = "", may_evict: bool = False) -> int:
+    async def bring(
+        self, token_ids: Sequence[int], *, cache_salt: str = "", exact_kv: bool = False, may_evict: bool = False
+    ) -> int:
         """Have what the tiers have of these tokens on the device; how many tokens are there then."""
-        namespace = self._engine.namespace(cache_salt)
+        namespace = self._engine.namespace_for(cache_salt, exact_kv=exact_kv)
         started = await self._engine.call(
-            lambda core: core.tiering.transfers.bring(namespace, token_ids, may_evict=may_evict)
+            lambda core: core.tiering.transfers.bring(namespace, token_ids, is_exact=exact_kv, may_evict=may_evict)
         )
         return await asyncio.wrap_future(started)
 
@@ -157,6 +168,7 @@ class CacheAdmin:
         to: str,
         *,
         cache_salt: str = "",
+        exact_kv: bool = False,
         keep: bool = False,
         timeout_s: float = 60.0,
     ) -> int:
@@ -166,15 +178,17 @@ class CacheAdmin:
             How many tokens are there now.
 
         Raises:
-            InvalidRequest: there is no such tier.
+            InvalidRequest: there is no such tier, or no exact KV.
             StorageUnavailable: the tier has not taken all of it in time; what is on the device stays there.
         """
         if to == "device":
-            return await self.bring(token_ids, cache_salt=cache_salt, may_evict=True)
+            return await self.bring(token_ids, cache_salt=cache_salt, exact_kv=exact_kv, may_evict=True)
         tier = await self._engine.call(lambda core: core.tiering.tiers.tier(to))
-        await self.bring(token_ids, cache_salt=cache_salt, may_evict=True)
-        namespace = self._engine.namespace(cache_salt)
-        num_tokens = await self._engine.call(lambda core: core.tiering.transfers.send(namespace, token_ids, to))
+        await self.bring(token_ids, cache_salt=cache_salt, exact_kv=exact_kv, may_evict=True)
+        namespace = self._engine.namespace_for(cache_salt, exact_kv=exact_kv)
+        num_tokens = await self._engine.call(
+            lambda core: core.tiering.transfers.send(namespace, token_ids, to, is_exact=exact_kv)
+        )
         deadline_s = time.monotonic() + timeout_s
         while await self._engine.call(lambda core: core.tiering.tiers.num_unwritten(tier)):
             if time.monotonic() >= deadline_s:
@@ -189,21 +203,23 @@ class CacheAdmin:
             await self._engine.call(lambda core: core.cache.clear_prefix(namespace, token_ids, is_alone=True))
         return num_there
 
-    async def export(self, token_ids: Sequence[int], *, cache_salt: str = "") -> bytes:
+    async def export(self, token_ids: Sequence[int], *, cache_salt: str = "", exact_kv: bool = False) -> bytes:
         """The KV of these tokens' whole blocks, as a file that `import_file` and `spolia cache import` take.
 
         Raises:
-            InvalidRequest: nothing of it is cached.
+            InvalidRequest: nothing of it is cached, or there is no exact KV.
         """
-        await self.bring(token_ids, cache_salt=cache_salt, may_evict=True)
-        namespace = self._engine.namespace(cache_salt)
-        extents = await self._engine.call(lambda core: take_out(core, namespace, token_ids, core.tiering.blocks.usual))
+        await self.bring(token_ids, cache_salt=cache_salt, exact_kv=exact_kv, may_evict=True)
+        namespace = self._engine.namespace_for(cache_salt, exact_kv=exact_kv)
+        extents = await self._engine.call(
+            lambda core: take_out(core, namespace, token_ids, core.tiering.blocks.encoding(is_exact=exact_kv))
+        )
         if not extents:
             raise InvalidRequest("not one block of it is cached; warm it first", param="prompt")
         return await asyncio.to_thread(pack_archive, extents, self._sealer)
 
-    async def import_file(self, data: bytes, *, cache_salt: str = "") -> int:
-        """Take in a file of `export`; how many tokens it has.
+    async def import_file(self, data: bytes, *, cache_salt: str = "") -> Imported:
+        """Take in a file of `export`. Whether that was of exact KV, the file tells.
 
         Raises:
             InvalidRequest: it is damaged, of another model, KV type, salt or kind of machine, or sealed otherwise.
@@ -211,13 +227,17 @@ class CacheAdmin:
         """
         parts = await asyncio.to_thread(unpack_archive, data, self._sealer)
         blocks = [(header, payload_of(header, extent)) for header, extent in parts]
-        namespace = self._engine.namespace(cache_salt)
+        namespace = usual = self._engine.namespace(cache_salt)
+        exact = self._engine.exact_namespace(cache_salt)
+        if all(header.namespace == exact for header, _ in blocks):
+            namespace = exact
+        is_exact = namespace != usual
         ids, num_cached = await self._engine.call(
-            lambda core: put_in(core, namespace, blocks, core.tiering.blocks.usual)
+            lambda core: put_in(core, namespace, blocks, core.tiering.blocks.encoding(is_exact=is_exact))
         )
         if num_cached < len(ids):
             raise Overloaded(f"there is no room for {len(ids)} tokens; try again when fewer requests run")
-        return num_cached
+        return Imported(num_cached, is_exact)
 
     async def compress(
         self, salts: Collection[str], token_ids: Sequence[int] | None = None, *, is_alone: bool = False

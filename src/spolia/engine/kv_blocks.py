@@ -46,9 +46,13 @@ class KVBlocks:
     def num_groups(self) -> int:
         return len(self.pools)
 
+    def encoding(self, *, is_exact: bool) -> Encoding:
+        """How the blocks of those who want exact KV are written, or those of the others."""
+        return self.exact if is_exact else self.usual
+
     def encoding_of(self, sequence: Sequence) -> Encoding:
         """How its blocks are written."""
-        return self.exact if sequence.request.is_exact else self.usual
+        return self.encoding(is_exact=sequence.request.is_exact)
 
     def chain_of(self, sequence: Sequence) -> KeyChain:
         """The names of its whole blocks, as far as somebody has asked for them."""

@@ -57,10 +57,19 @@ def take_out(core: EngineCore, namespace: bytes, token_ids: Sequence[int], encod
 
 
 def put_in(
-    core: EngineCore, namespace: bytes, parts: Sequence[tuple[ExtentHeader, NDArray[np.uint8]]], encoding: Encoding
+    core: EngineCore,
+    namespace: bytes,
+    parts: Sequence[tuple[ExtentHeader, NDArray[np.uint8]]],
+    encoding: Encoding,
+    *,
+    kept: Encoding | None = None,
 ) -> tuple[Ids, int]:
     """Make the KV of extents, whose seals were checked, part of the cache, and have it written down as if it had been
     computed.
+
+    Args:
+        encoding: of the extents.
+        kept: how the namespace's blocks are written to tiers; None: as the extents.
 
     Returns:
         The tokens, and how many of them are cached now: fewer than all where there is no room.
@@ -107,6 +116,6 @@ def put_in(
                 decoded = (blocks.decoded(encoding, group, payload) for payload in of_group[first:])
                 table = lease.block_table(group)[first:num_blocks]
                 blocks.fill(group, table, decoded, is_rounded=encoding.codec is not None)
-            blocks.commit(lease, chain, blocks.usual, ids, start, num_tokens)
+            blocks.commit(lease, chain, kept or encoding, ids, start, num_tokens)
     core.note_other_work(0)
     return ids, num_cached

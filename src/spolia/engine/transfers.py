@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from spolia.engine.kv_blocks import KVBlocks
 from spolia.engine.tiers_in_use import TiersInUse
 from spolia.kernels import BLOCK_SIZE
-from spolia.tiers import KeyChain, Restore
+from spolia.tiers import Encoding, KeyChain, Restore
 
 __all__ = ["Transfers"]
 
@@ -37,6 +37,7 @@ class _Bring:
 
     Attributes:
         ids: its tokens, and one more: who asks the cache for tokens gets all but the last.
+        encoding: how the namespace's blocks are written.
         may_evict: others may have to make room for it.
         num_tries: how often a restore was begun.
     """
@@ -44,6 +45,7 @@ class _Bring:
     namespace: bytes
     ids: Ids
     chain: KeyChain
+    encoding: Encoding
     may_evict: bool
     future: Future[int] = field(default_factory=Future)
     restore: Restore | None = None
@@ -62,14 +64,21 @@ class Transfers:
 
     # -- Up ------------------------------------------------------------------------------------------------------------
 
-    def bring(self, namespace: bytes, token_ids: Seq[int], *, may_evict: bool = False) -> Future[int]:
+    def bring(
+        self, namespace: bytes, token_ids: Seq[int], *, is_exact: bool = False, may_evict: bool = False
+    ) -> Future[int]:
         """Have the KV of these tokens on the device, as far as the tiers have it.
+
+        Args:
+            is_exact: the namespace is of those who want exact KV.
+            may_evict: others may have to make room for it.
 
         Returns:
             How many of the tokens are there, when no more will be.
         """
         ids = np.append(np.asarray(token_ids, np.int32), np.int32(0))
-        bring = _Bring(namespace, ids, KeyChain(namespace), may_evict)
+        encoding = self._blocks.encoding(is_exact=is_exact)
+        bring = _Bring(namespace, ids, KeyChain(namespace), encoding, may_evict)
         bring.chain.extend(ids[:-1])
         self._waiting.append(bring)
         return bring.future
@@ -116,7 +125,7 @@ class Transfers:
             first = lease.num_computed_tokens // BLOCK_SIZE
         digests = bring.chain.digests[first:]
         if digests and self._has_room(bring, 1):
-            bring.restore = self._mover.fetch(digests, first, self._blocks.usual)
+            bring.restore = self._mover.fetch(digests, first, bring.encoding)
 
     def _advance(self, bring: _Bring) -> bool:
         """Take in runs; whether it is done."""
@@ -127,7 +136,7 @@ class Transfers:
         while (run := restore.take_run()) is not None:
             stop = run.first_block + run.num_blocks
             is_taken = self._has_room(bring, run.num_blocks) and self._blocks.take_in(
-                bring.namespace, bring.ids[: BLOCK_SIZE * stop + 1], bring.chain, self._blocks.usual, run
+                bring.namespace, bring.ids[: BLOCK_SIZE * stop + 1], bring.chain, bring.encoding, run
             )
             self._mover.give_back(run)
             if not is_taken:
@@ -163,10 +172,13 @@ class Transfers:
 
     # -- Down ----------------------------------------------------------------------------------------------------------
 
-    def send(self, namespace: bytes, token_ids: Seq[int], tier: str) -> int:
+    def send(self, namespace: bytes, token_ids: Seq[int], tier: str, *, is_exact: bool = False) -> int:
         """Have what the device has of these tokens written to a tier, whatever is written there by itself.
 
         What lies before a window is, as far as the device still has it.
+
+        Args:
+            is_exact: the namespace is of those who want exact KV.
 
         Returns:
             How many tokens that are.
@@ -175,7 +187,7 @@ class Transfers:
             InvalidRequest: there is no such tier.
         """
         target = self._tiers.tier(tier)
-        blocks, encoding = self._blocks, self._blocks.usual
+        blocks, encoding = self._blocks, self._blocks.encoding(is_exact=is_exact)
         ids = np.asarray(token_ids, np.int32)
         chain = KeyChain(namespace)
         with blocks.cache.open_restore(namespace, np.append(ids, np.int32(0)), whole_blocks=True) as lease:

@@ -53,6 +53,12 @@ class Selection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
 
 
+class LookupRequest(Selection, kw_only=True):
+    """`exact_kv`: of the KV that requests with `exact_kv` have, where tiers round."""
+
+    exact_kv: bool = False
+
+
 class WarmRequest(Selection, kw_only=True):
     """`pin` keeps it for `ttl` seconds, or until it is lifted; `priority` is a wish."""
 
@@ -61,7 +67,7 @@ class WarmRequest(Selection, kw_only=True):
     ttl: float | None = None
 
 
-class MoveRequest(Selection, kw_only=True):
+class MoveRequest(LookupRequest, kw_only=True):
     """`to`: a tier's name, or "device". `keep`: on the device, too."""
 
     to: str
@@ -152,12 +158,12 @@ class CacheAdminEndpoints:
 
     def routes(self) -> list[Route]:
         return [
-            Route("POST", "/v1/cache/lookup", self.lookup, Selection),
+            Route("POST", "/v1/cache/lookup", self.lookup, LookupRequest),
             Route("POST", "/v1/cache/warm", self.warm, WarmRequest),
             Route("POST", "/v1/cache/move", self.move, MoveRequest),
             Route("POST", "/v1/cache/compress", self.compress, CompressRequest),
             Route("POST", "/v1/cache/clear", self.clear, ClearRequest),
-            Route("POST", "/v1/cache/export", self.export, Selection),
+            Route("POST", "/v1/cache/export", self.export, LookupRequest),
             Route("POST", "/v1/cache/import", self.import_file),
             Route("GET", "/v1/cache/config", self.config),
             Route("POST", "/v1/cache/config", self.change, ConfigChange),
@@ -165,9 +171,9 @@ class CacheAdminEndpoints:
 
     async def lookup(self, request: Request) -> Response:
         """Where the KV of a prompt lies now, and why no more of it is on the device."""
-        served, body, admin = await self._read(request, Selection)
+        served, body, admin = await self._read(request, LookupRequest)
         ids = await select_ids(served, body)
-        found = await admin.lookup(ids, cache_salt=_salt(body.cache_salt))
+        found = await admin.lookup(ids, cache_salt=_salt(body.cache_salt), exact_kv=body.exact_kv)
         explanation, ranges = found.hit.explanation, found.ranges
         is_below = bool(ranges) and ranges[-1][1] > found.hit.num_tokens
         return _json(
@@ -192,7 +198,9 @@ class CacheAdminEndpoints:
         """Have a prompt's KV in a tier, or on the device."""
         served, body, admin = await self._read(request, MoveRequest)
         ids = await select_ids(served, body)
-        num_tokens = await admin.move(ids, body.to, cache_salt=_salt(body.cache_salt), keep=body.keep)
+        num_tokens = await admin.move(
+            ids, body.to, cache_salt=_salt(body.cache_salt), exact_kv=body.exact_kv, keep=body.keep
+        )
         return _json({"object": "cache.moved", "model": served.name, "to": body.to, "num_tokens": num_tokens})
 
     async def compress(self, request: Request) -> Response:
@@ -251,9 +259,9 @@ class CacheAdminEndpoints:
 
     async def export(self, request: Request) -> Response:
         """The KV of a prompt or session as a file."""
-        served, body, admin = await self._read(request, Selection)
+        served, body, admin = await self._read(request, LookupRequest)
         ids = await select_ids(served, body)
-        content = await admin.export(ids, cache_salt=_salt(body.cache_salt))
+        content = await admin.export(ids, cache_salt=_salt(body.cache_salt), exact_kv=body.exact_kv)
         headers = {"content-disposition": 'attachment; filename="conversation.spolia-kv"'}
         return Response(content, media_type="application/octet-stream", headers=headers)
 
@@ -265,8 +273,8 @@ class CacheAdminEndpoints:
         deadlines: BodyDeadlines = request.app.state.body_deadlines
         most = max(self._config.max_body_bytes, served.engine.config.kv_memory or 0)
         content = await deadlines.wait_for(request, most)
-        num_tokens = await admin.import_file(content, cache_salt=_salt(request.query_params.get("cache_salt")))
-        return _json({"object": "cache.imported", "model": served.name, "num_tokens": num_tokens})
+        imported = await admin.import_file(content, cache_salt=_salt(request.query_params.get("cache_salt")))
+        return _json({"object": "cache.imported", "model": served.name, **imported._asdict()})
 
     async def config(self, request: Request) -> Response:
         """Size, policy and tiers, as they are now; of a model that is not in memory, as it will have them."""
