@@ -8,6 +8,7 @@ import json
 import os
 import ssl
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from engine.toy import ToyExecutable
 from spolia.errors import InvalidRequest
 from spolia.server import ServerConfig, read_keys
 from spolia.server.access import Account, KeyRing, KeySettings
@@ -285,6 +287,26 @@ def test_a_quota_of_tokens_counts_what_every_api_computes_and_a_larger_one_is_re
         allow(4_000)
         eventually(lambda: complete(url, ALICE, "y" * 100).status_code == 200)
         http.close()
+    asyncio.run(engine.aclose())
+
+
+class _SlowExecutable(ToyExecutable):
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.05)
+        super().run(*args, **kwargs)
+
+
+def test_embeddings_that_are_broken_off_cost_what_was_computed_and_no_more(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[[keys]]\nname = "q"\nkey = "{ALICE}"\ntokens_per_day = 4000\n')
+    engine = chatty_engine(num_blocks=256, executable=_SlowExecutable(), max_batch_tokens=64)
+    with serving({"toy": engine}, ServerConfig(keys=path, request_timeout_s=0.5)) as url:
+        inputs = [chr(65 + i) * 100 for i in range(40)]  # some sixty steps
+        reply = httpx.post(f"{url}/v1/embeddings", json={"input": inputs}, headers=bearer(ALICE), timeout=30)
+        assert reply.status_code == 504
+        assert complete(url, ALICE, "x" * 10, max_tokens=1).status_code == 200  # not all of the 4,000 are gone
+        reply = httpx.post(f"{url}/v1/embeddings", json={"input": inputs}, headers=bearer(ALICE), timeout=30)
+        assert "tokens_per_day, 4000" in told(reply)  # and not none
     asyncio.run(engine.aclose())
 
 

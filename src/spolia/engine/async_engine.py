@@ -368,23 +368,37 @@ class AsyncEngine:
         cache_salt: str = "",
         truncate: bool = False,
         is_part: bool = False,
+        on_step: Callable[[int], None] = lambda _: None,
     ) -> list[Embedding]:
         """As `LLM.embed`. Other requests go on meanwhile: between two steps, these inputs have one.
 
+        Who cancels it gets it back when the step that is being computed has ended.
+
         Args:
             is_part: the inputs are a part of another request, and not counted as prompts.
+            on_step: told how many of all tokens are done, after each step, the last one of a cancelled call included.
 
         Raises:
             InvalidRequest, ModelError: as `LLM.embed`.
             Overloaded, Bug: as `generate`.
         """
         admission = self._admission
-        inputs = [admission.check_input(prompt, truncate=truncate) for prompt in prompts]
+        inputs = await asyncio.to_thread(  # thousands take a while
+            lambda: [admission.check_input(prompt, truncate=truncate) for prompt in prompts]
+        )
         # Vectors are compared with those of another day, so nothing in them may have been rounded.
         namespace = admission.namespace_for(cache_salt, is_exact=True)
         run = EmbeddingRun(inputs, namespace=namespace, pooling=pooling, is_part=is_part)
         while (embeddings := run.embeddings) is None:
-            if not await self.call(run.step):
+            step = asyncio.ensure_future(self.call(run.step))
+            try:
+                num_tokens = await asyncio.shield(step)
+            except asyncio.CancelledError:
+                await step  # it is being computed all the same
+                raise
+            finally:
+                on_step(run.num_done_tokens)
+            if not num_tokens:
                 await asyncio.sleep(_NO_ROOM_S)
         return embeddings
 

@@ -105,6 +105,11 @@ class EmbeddingRun:
         done = [each.embedding for each in self._inputs if each.embedding is not None]
         return done if len(done) == len(self._inputs) else None
 
+    @property
+    def num_done_tokens(self) -> int:
+        """Of all inputs, those that need no more computing."""
+        return sum(each.num_done for each in self._inputs)
+
     def step(self, core: EngineCore) -> int:
         """Compute a step's worth of tokens; how many, 0 if there is no room in the cache at this moment.
 

@@ -29,7 +29,7 @@ from spolia.server.replies import Usage
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
 
-__all__ = ["EmbeddingEndpoint", "check_dimensions", "embed", "normalised", "texts_or_ids"]
+__all__ = ["EmbeddingEndpoint", "check_dimensions", "embed", "encoded", "normalised", "texts_or_ids"]
 
 logger = logging.getLogger("spolia.requests")
 
@@ -78,19 +78,22 @@ class EmbeddingEndpoint:
             max_waiting=self._config.max_waiting,
         )
         shown: Callable[[NDArray[np.float32]], Any] = _base64 if body.encoding_format == "base64" else _numbers
-        reply = {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": index, "embedding": shown(normalised(each.vector))}
-                for index, each in enumerate(embeddings)
-            ],
-            "model": served.name,
-            "usage": Usage.of(
-                sum(each.num_tokens for each in embeddings), 0, sum(each.num_cached_tokens for each in embeddings)
-            ),
-        }
+
+        def reply() -> dict[str, Any]:
+            return {
+                "object": "list",
+                "data": [
+                    {"object": "embedding", "index": index, "embedding": shown(normalised(each.vector))}
+                    for index, each in enumerate(embeddings)
+                ],
+                "model": served.name,
+                "usage": Usage.of(
+                    sum(each.num_tokens for each in embeddings), 0, sum(each.num_cached_tokens for each in embeddings)
+                ),
+            }
+
         headers = {"x-request-id": request_id}
-        return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")
+        return Response(await encoded(reply), headers=headers, media_type="application/json")
 
 
 def texts_or_ids(asked: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
@@ -152,7 +155,12 @@ async def embed(
     num_admitted = sum(map(len, ids))
     if caller.account is not None:
         caller.account.admit(num_admitted)
-    embeddings: list[Embedding] = []
+    num_done = 0
+
+    def note(num_tokens: int) -> None:
+        nonlocal num_done
+        num_done = num_tokens
+
     try:
         async with asyncio.timeout(served.request_timeout_s), served.embedding():
             embeddings = await engine.embed(
@@ -160,6 +168,7 @@ async def embed(
                 pooling=cast("Pooling", pooling or "last"),
                 cache_salt=caller.cache_salt(cache_salt),
                 truncate=truncate,
+                on_step=note,
             )
     except TimeoutError:
         raise TookTooLong(
@@ -167,9 +176,13 @@ async def embed(
         ) from None
     finally:
         if caller.account is not None:
-            caller.account.settle(sum(each.num_tokens for each in embeddings) - num_admitted)
-    for index, (each, its_ids) in enumerate(zip(embeddings, ids, strict=True)):
-        facts = explain_embedding(each, its_ids, engine.model.tokenizer)
+            caller.account.settle(num_done - num_admitted)  # also who left has paid for what was computed
+
+    def explain_all() -> list[dict[str, Any]]:
+        tokenizer = engine.model.tokenizer
+        return [explain_embedding(*pair, tokenizer) for pair in zip(embeddings, ids, strict=True)]
+
+    for index, facts in enumerate(await asyncio.to_thread(explain_all)):
         served.explained.add(request_id, index, facts, caller.tenant)
     fields: dict[str, Any] = {
         "request": request_id,
@@ -183,6 +196,11 @@ async def embed(
         fields |= {"key": caller.account.settings.name, "tenant": caller.tenant}
     log_fields(logger, "embedded", fields)
     return request_id, embeddings
+
+
+async def encoded(reply: Callable[[], object]) -> bytes:
+    """What `reply` makes of many vectors, as JSON; made on another thread, so that streams do not wait for it."""
+    return await asyncio.to_thread(lambda: msgspec.json.encode(reply()))
 
 
 def normalised(vector: NDArray[np.float32], norm: int = 2) -> NDArray[np.float32]:

@@ -18,7 +18,7 @@ from spolia.errors import InvalidRequest, NotReady
 from spolia.server.access import current_caller
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
-from spolia.server.embeddings import embed, normalised, texts_or_ids
+from spolia.server.embeddings import embed, encoded, normalised, texts_or_ids
 from spolia.server.encoding import encode
 from spolia.server.fill_in import infill_ids
 from spolia.server.llamacpp.completion import check_slot, respond
@@ -104,12 +104,14 @@ class LlamaCppEndpoints:
             max_waiting=self._config.max_waiting,
         )
         norm = min(max(body.embd_normalize, -1), 1000)
-        return _json(
-            [
+
+        def reply() -> list[dict[str, Any]]:
+            return [
                 {"index": index, "embedding": [normalised(each.vector, norm).tolist()]}
                 for index, each in enumerate(embeddings)
             ]
-        )
+
+        return Response(await encoded(reply), media_type="application/json")
 
     async def apply_template(self, request: Request) -> Response:
         """The prompt that a chat becomes."""

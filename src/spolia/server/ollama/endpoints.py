@@ -18,7 +18,7 @@ from spolia.errors import InvalidRequest, SpoliaError
 from spolia.server.answer import Answer
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
-from spolia.server.embeddings import check_dimensions, embed, normalised
+from spolia.server.embeddings import check_dimensions, embed, encoded, normalised
 from spolia.server.encoding import encode
 from spolia.server.errors import ollama_error_body
 from spolia.server.fill_in import infill_ids
@@ -55,22 +55,26 @@ class OllamaEndpoints:
     async def embed(self, request: Request) -> Response:
         """Ollama's vectors."""
         body = await read_body(request, EmbedRequest, max_bytes=self._config.max_body_bytes)
-        served = await self._models.ready(body.asked, keep_alive_s=body.keep_alive_s)
         begun_s = time.perf_counter()
+        served = await self._models.ready(body.asked, keep_alive_s=body.keep_alive_s)
+        load_s = time.perf_counter() - begun_s
         check_dimensions(served, body.dimensions or None)
         inputs = [body.input] if isinstance(body.input, str) else body.input
         embeddings: list[Embedding] = []
         if any(inputs):
             _, embeddings = await embed(served, inputs, truncate=body.truncate, max_waiting=self._config.max_waiting)
-        reply = {
-            "model": served.name,
-            "embeddings": [normalised(each.vector).tolist() for each in embeddings],
-            "total_duration": _ns(time.perf_counter() - begun_s),
-            "load_duration": 0,
-            "prompt_eval_count": sum(each.num_tokens for each in embeddings),
-            "cached_prompt_count": sum(each.num_cached_tokens for each in embeddings),
-        }
-        return Response(msgspec.json.encode(reply), media_type="application/json")
+
+        def reply() -> dict[str, Any]:
+            return {
+                "model": served.name,
+                "embeddings": [normalised(each.vector).tolist() for each in embeddings],
+                "total_duration": _ns(time.perf_counter() - begun_s),
+                "load_duration": _ns(load_s),
+                "prompt_eval_count": sum(each.num_tokens for each in embeddings),
+                "cached_prompt_count": sum(each.num_cached_tokens for each in embeddings),
+            }
+
+        return Response(await encoded(reply), media_type="application/json")
 
     async def embeddings(self, request: Request) -> Response:
         """The same in its older form, for one prompt."""
@@ -86,7 +90,9 @@ class OllamaEndpoints:
         """Ollama's completion; an empty prompt loads or unloads the model."""
         body = await read_body(request, GenerateRequest, max_bytes=self._config.max_body_bytes)
         body.check()
+        begun_s = time.perf_counter()
         served = await self._models.ready(body.asked, keep_alive_s=body.keep_alive_s)
+        load_s = time.perf_counter() - begun_s
         if not body.prompt and not body.suffix:
             return _loaded(served, body.keep_alive_s, response="")
         params = body.sampling_params()
@@ -103,12 +109,14 @@ class OllamaEndpoints:
         def ending() -> dict[str, Any]:
             return {"context": [*turn.prompt_ids, *turn.output.token_ids]}
 
-        return await _respond(request, turn, show, ending, body)
+        return await _respond(request, turn, show, ending, body, load_s)
 
     async def chat(self, request: Request) -> Response:
         """Ollama's chat."""
         body = await read_body(request, ChatRequest, max_bytes=self._config.max_body_bytes)
+        begun_s = time.perf_counter()
         served = await self._models.ready(body.asked, keep_alive_s=body.keep_alive_s)
+        load_s = time.perf_counter() - begun_s
         if not body.messages:
             return _loaded(served, body.keep_alive_s, message={"role": "assistant", "content": ""})
         check_tools(body.tools)
@@ -134,7 +142,7 @@ class OllamaEndpoints:
                 message["tool_calls"] = [_call(call) for call in calls]
             return {"message": message}
 
-        return await _respond(request, turn, show, dict, body)
+        return await _respond(request, turn, show, dict, body, load_s)
 
 
 async def _prompt_ids(served: ServedModel, body: GenerateRequest) -> list[int]:
@@ -175,19 +183,25 @@ async def _respond(
     show: _Show,
     ending: Callable[[], dict[str, Any]],
     body: GenerateRequest | ChatRequest,
+    load_s: float,
 ) -> Response:
     """
     Args:
         show: what a piece of the reply looks like.
         ending: what the last object has besides the figures.
+        load_s: how long the request waited for its model.
     """
     answer = turn.answer
     headers = {"x-request-id": answer.id}
+
+    def last() -> dict[str, Any]:
+        return {**_figures(turn.output, load_s), **ending()}
+
     if body.stream:
         return stream(
             request,
             answer.id,
-            _lines(turn, show, ending),
+            _lines(turn, show, last),
             abort=answer.abort,
             headers=headers,
             is_resumable=body.resumable,
@@ -195,7 +209,7 @@ async def _respond(
         )
     parts = await turn.whole(request)
     shown = {**show(*gather(parts), _thought(parts)), **_logprobs(turn)}
-    reply = {**_head(turn), **shown, **_figures(turn.output), **ending()}
+    reply = {**_head(turn), **shown, **last()}
     return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")
 
 
@@ -218,7 +232,7 @@ def _thought(parts: Sequence[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, Thought))
 
 
-async def _lines(turn: Turn, show: _Show, ending: Callable[[], dict[str, Any]]) -> AsyncIterator[bytes]:
+async def _lines(turn: Turn, show: _Show, last: Callable[[], dict[str, Any]]) -> AsyncIterator[bytes]:
     """Text as it comes; a call once it is whole, for so Ollama's clients expect it."""
     open_call: ToolCall | None = None
     try:
@@ -232,7 +246,7 @@ async def _lines(turn: Turn, show: _Show, ending: Callable[[], dict[str, Any]]) 
         return
     if open_call is not None:
         yield _line({**_head(turn), **show("", [open_call], ""), "done": False})
-    yield _line({**_head(turn), **show("", [], ""), **_logprobs(turn), **_figures(turn.output), **ending()})
+    yield _line({**_head(turn), **show("", [], ""), **_logprobs(turn), **last()})
 
 
 def _sort(parts: Sequence[Part], open_call: ToolCall | None) -> tuple[str, list[ToolCall], ToolCall | None]:
@@ -270,15 +284,15 @@ def _head(turn: Turn) -> dict[str, Any]:
     return {"model": turn.answer.model, "created_at": now()}
 
 
-def _figures(output: RequestOutput) -> dict[str, Any]:
+def _figures(output: RequestOutput, load_s: float) -> dict[str, Any]:
     """Ollama counts the prompt tokens that it computed; how many were reused is beside it."""
     timings = output.timings
     queued_s, first_s = timings.queue_s or 0.0, timings.first_token_s or timings.total_s
     return {
         "done": True,
         "done_reason": "length" if output.finish_reason == "length" else "stop",
-        "total_duration": _ns(timings.total_s),
-        "load_duration": 0,
+        "total_duration": _ns(load_s + timings.total_s),
+        "load_duration": _ns(load_s),
         "prompt_eval_count": len(output.prompt_token_ids),
         "prompt_eval_duration": _ns(first_s - queued_s),
         "cached_prompt_count": output.num_cached_tokens,
