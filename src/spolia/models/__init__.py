@@ -14,35 +14,62 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spolia.models.chat_template import ChatTemplate
     from spolia.models.model import Model, load
-    from spolia.models.sources import BUILTINS, Progress, check_source, list_models, models_folder, pull, remove
+    from spolia.models.recipes import (
+        BlobWriter,
+        Recipe,
+        blob_path,
+        check_is_kept,
+        check_name,
+        list_recipes,
+        made_of,
+        read_recipe,
+        remove,
+    )
+    from spolia.models.sources import BUILTINS, Progress, check_source, list_models, models_folder, pull
     from spolia.models.tokenizer import Tokenizer
 
 __all__ = [
     "BUILTINS",
+    "BlobWriter",
     "ChatTemplate",
     "Model",
     "Progress",
+    "Recipe",
     "Tokenizer",
+    "blob_path",
+    "check_is_kept",
+    "check_name",
     "check_source",
     "list_models",
+    "list_recipes",
     "load",
+    "made_of",
     "models_folder",
     "pull",
+    "read_recipe",
     "remove",
 ]
 
 _HOMES = {
     "BUILTINS": "sources",
+    "BlobWriter": "recipes",
     "ChatTemplate": "chat_template",
     "Model": "model",
     "Progress": "sources",
+    "Recipe": "recipes",
     "Tokenizer": "tokenizer",
+    "blob_path": "recipes",
+    "check_is_kept": "recipes",
+    "check_name": "recipes",
     "check_source": "sources",
     "list_models": "sources",
+    "list_recipes": "recipes",
     "load": "model",
+    "made_of": "recipes",
     "models_folder": "sources",
     "pull": "sources",
-    "remove": "sources",
+    "read_recipe": "recipes",
+    "remove": "recipes",
 }
 
 

@@ -45,6 +45,8 @@ class ChatTemplate:
         variants: Mapping[str, str] | None = None,
         special_tokens: Mapping[str, str] | None = None,
         clock: Callable[[], datetime] = datetime.now,
+        system: str = "",
+        first_messages: Sequence[Message] = (),
     ) -> None:
         """Take a template; it is compiled when it is first used.
 
@@ -53,6 +55,8 @@ class ChatTemplate:
             variants: further templates by name; `tool_use` is taken where tools are given.
             special_tokens: texts that templates use by name, such as `bos_token`.
             clock: local time, for templates that tell the model the date.
+            system: what a conversation without a system message begins with.
+            first_messages: what each conversation has before its own, after the system message.
 
         Raises:
             ModelError: the text is too long to be a template.
@@ -66,12 +70,45 @@ class ChatTemplate:
                 )
         self._special_tokens = dict(special_tokens or {})
         self._clock = clock
+        self._system = system
+        self._first_messages = [dict(message) for message in first_messages]
         self._compiled: dict[str, jinja2.Template] = {}
 
     def at(self, clock: Callable[[], datetime]) -> ChatTemplate:
         """The same template by another clock."""
         variants = {name: text for name, text in self._sources.items() if name != "default"}
-        return ChatTemplate(self.source, variants=variants, special_tokens=self._special_tokens, clock=clock)
+        return ChatTemplate(
+            self.source,
+            variants=variants,
+            special_tokens=self._special_tokens,
+            clock=clock,
+            system=self._system,
+            first_messages=self._first_messages,
+        )
+
+    def with_source(self, source: str) -> ChatTemplate:
+        """Another template, for the same model."""
+        return ChatTemplate(source, special_tokens=self._special_tokens, clock=self._clock)
+
+    def prefaced(self, system: str, messages: Sequence[Message]) -> ChatTemplate:
+        """The same template, for conversations that begin with these; see `system` and `first_messages`."""
+        variants = {name: text for name, text in self._sources.items() if name != "default"}
+        return ChatTemplate(
+            self.source,
+            variants=variants,
+            special_tokens=self._special_tokens,
+            clock=self._clock,
+            system=system,
+            first_messages=messages,
+        )
+
+    def check(self) -> None:
+        """
+        Raises:
+            ModelError: it is no Jinja.
+        """
+        for name in self._sources:
+            self._template(name)
 
     def render(
         self,
@@ -110,7 +147,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **variables,
         }
-        plain = [self._with_content(dict(message), index) for index, message in enumerate(messages)]
+        plain = self._with_preface([self._with_content(dict(message), index) for index, message in enumerate(messages)])
         objects = [_with_argument_objects(message) for message in plain]
         try:
             return self._run(name, {**values, "messages": objects})
@@ -126,6 +163,12 @@ class ChatTemplate:
     def tool_source(self) -> str:
         """The text of the template that is taken where tools are given."""
         return self._sources.get("tool_use", self.source)
+
+    def _with_preface(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if messages[0].get("role") == "system":
+            return [messages[0], *self._first_messages, *messages[1:]]
+        head = [{"role": "system", "content": self._system}] if self._system else []
+        return [*head, *self._first_messages, *messages]
 
     @cached_property
     def takes_parts(self) -> bool:

@@ -28,7 +28,7 @@ from spolia.server.errors import handle_disconnect, handle_error, handle_http_ex
 from spolia.server.events import EventEndpoints
 from spolia.server.llamacpp import LlamaCppEndpoints
 from spolia.server.mcp import McpChat, McpServers, read_mcp_file
-from spolia.server.ollama import OllamaEndpoints, OllamaLibrary
+from spolia.server.ollama import OllamaEndpoints, OllamaLibrary, OllamaMaking
 from spolia.server.page import PageEndpoints
 from spolia.server.pins import Pins
 from spolia.server.responses import ResponsesEndpoints
@@ -111,6 +111,7 @@ def _routes(models: ServedModels, config: ServerConfig, pins: Pins, mcp: McpChat
         *AnthropicEndpoints(models, config).routes(),
         *OllamaEndpoints(models, config).routes(),
         *OllamaLibrary(models, config).routes(),
+        *OllamaMaking(models, config).routes(),
         *LlamaCppEndpoints(models, config).routes(),
     ]
 
@@ -120,7 +121,7 @@ class _App(FastAPI):
 
     def __init__(self, routes: Sequence[Route]) -> None:
         super().__init__(title="Spolia", version=spolia.__version__, docs_url=None, redoc_url=None)
-        self._bodies = {route.path: route.body for route in routes if route.body is not None}
+        self._bodies = {(route.path, route.method): route.body for route in routes if route.body is not None}
         for route in routes:
             self.add_api_route(route.path, route.endpoint, methods=[route.method], response_model=None)
             if route.method == "GET":
@@ -133,9 +134,9 @@ class _App(FastAPI):
             document = super().openapi()
             template = "#/components/schemas/{name}"
             schemas, components = msgspec.json.schema_components(self._bodies.values(), ref_template=template)
-            for path, schema in zip(self._bodies, schemas, strict=True):
+            for (path, method), schema in zip(self._bodies, schemas, strict=True):
                 body = {"required": True, "content": {"application/json": {"schema": schema}}}
-                document["paths"][path]["post"]["requestBody"] = body
+                document["paths"][path][method.lower()]["requestBody"] = body
             document.setdefault("components", {}).setdefault("schemas", {}).update(components)
         return super().openapi()
 

@@ -84,7 +84,7 @@ class CacheEndpoints:
             raise InvalidRequest("send either prompt or messages", param="prompt")
         if body.ttl is not None and not 0 < body.ttl < float("inf"):
             raise InvalidRequest(f"ttl is {body.ttl}; it must be a positive number of seconds", param="ttl")
-        model = served.engine.model
+        model = served.model
         if body.messages is not None:
             ids = await encode_chat(model, body.messages, add_generation_prompt=False)
         else:

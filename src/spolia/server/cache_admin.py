@@ -95,7 +95,7 @@ async def select_ids(served: ServedModel, body: Selection) -> list[int]:
     Raises:
         InvalidRequest: not just one way of saying it, or what it says is no prompt.
     """
-    model = served.engine.model
+    model = served.model
     if sum(way is not None for way in (body.prompt, body.messages, body.session)) != 1:
         raise InvalidRequest("send one of prompt, messages and session", param="prompt")
     if body.session is not None:

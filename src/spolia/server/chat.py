@@ -71,7 +71,7 @@ class ChatEndpoint:
         num_moved_lines = None
         if body.canonicalise:
             body.messages, num_moved_lines = canonical(body.messages)
-        model = served.engine.model
+        model = served.model
         options = prompt_options(body, model)
         tool_use: ToolUse | None = options["tool_use"]
         turn = None
@@ -112,7 +112,7 @@ class ChatEndpoint:
         thoughts = _thoughts(body, model, ids)
         if tool_use is not None:
             splitter = None if thoughts is None else thoughts[0]
-            params = [await tool_use.prepare(each, served.engine, splitter) for each in params]
+            params = [await tool_use.prepare(each, served.engine, model, splitter) for each in params]
         answer = Answer.submit(
             "chatcmpl",
             served,
@@ -138,7 +138,7 @@ class ChatEndpoint:
             raise InvalidRequest(f"{name} is only known when there is an answer; leave it out", param=name)
         if body.canonicalise:
             body.messages, _ = canonical(body.messages)
-        model = served.engine.model
+        model = served.model
         options = prompt_options(body, model)
         ids = await encode_chat(model, body.messages, add_special=bool(body.add_special_tokens), **options)
         rendered = rendered_prompt("chatcmpl", served, body, ids, body.sampling_params(0))

@@ -43,7 +43,7 @@ class CompletionEndpoint:
         served = await self._models.ready(body.model)
         body.check()
         note_request_id(body.request_id)
-        tokenizer = served.engine.model.tokenizer
+        tokenizer = served.model.tokenizer
         asked = prompts(body)
         turn = None
         if body.session is not None:
@@ -89,7 +89,7 @@ class CompletionEndpoint:
         body.check()
         if body.session is not None:
             raise InvalidRequest("session is only known when there is an answer; leave it out", param="session")
-        prompts_ids = await _prompt_ids(body, served.engine.model.tokenizer)
+        prompts_ids = await _prompt_ids(body, served.model.tokenizer)
         params = body.sampling_params(0)
         rendered = [rendered_prompt("cmpl", served, body, ids, params) for ids in prompts_ids]
         return Response(msgspec.json.encode(rendered), media_type="application/json")

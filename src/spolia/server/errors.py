@@ -6,8 +6,8 @@ Ollama's             {"error": "message"}                                under /
 llama.cpp's          {"error": {"code", "message", "type", "param"}}     of its own paths; the code is the status
 
 InvalidRequest 400 · Unauthorized 401 · Forbidden 403 · UnknownModel, UnknownThing, UnknownSession 404 ·
-BodyTooSlow 408 · SessionBusy, SessionConflict 409 · BodyTooLarge 413 · Overloaded 429 ·
-NotReady, StorageUnavailable 503 · TookTooLong 504 · others 500
+BodyTooSlow 408 · Conflict, SessionBusy, SessionConflict 409 · BodyTooLarge 413 · Overloaded 429 ·
+NotReady, StorageUnavailable 503 · NotDone 501 · TookTooLong 504 · others 500
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ __all__ = [
     "REQUEST_ID",
     "BodyTooLarge",
     "BodyTooSlow",
+    "Conflict",
     "ErrorBody",
     "Forbidden",
+    "NotDone",
     "RateLimited",
     "TookTooLong",
     "Unauthorized",
@@ -61,6 +63,14 @@ class BodyTooSlow(InvalidRequest):
 
 class UnknownThing(InvalidRequest):
     """What the path names is not here (HTTP 404)."""
+
+
+class Conflict(InvalidRequest):
+    """What is asked for cannot be done as things are (HTTP 409)."""
+
+
+class NotDone(InvalidRequest):
+    """Nothing here does this (HTTP 501)."""
 
 
 class Unauthorized(InvalidRequest):
@@ -105,6 +115,8 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnknownSession, 404, "invalid_request_error", "session_not_found"),
     (SessionBusy, 409, "invalid_request_error", "session_busy"),
     (SessionConflict, 409, "invalid_request_error", "session_conflict"),
+    (NotDone, 501, "invalid_request_error", "not_implemented"),
+    (Conflict, 409, "invalid_request_error", "conflict"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
     (Unauthorized, 401, "authentication_error", "invalid_api_key"),

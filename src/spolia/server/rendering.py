@@ -75,7 +75,7 @@ def rendered_prompt(
     return {
         "request_id": f"{kind}-{uuid.uuid4().hex}",
         "token_ids": list(ids),
-        "prompt": served.engine.model.tokenizer.decode(list(ids), skip_special=False),
+        "prompt": served.model.tokenizer.decode(list(ids), skip_special=False),
         "model": served.name,
         "sampling_params": msgspec.to_builtins(given, enc_hook=str),
         "stream": bool(body.stream),

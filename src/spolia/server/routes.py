@@ -21,7 +21,7 @@ class Route:
         body: what it reads, for the OpenAPI document.
     """
 
-    method: Literal["GET", "POST", "PUT", "DELETE"]
+    method: Literal["GET", "HEAD", "POST", "PUT", "DELETE"]
     path: str
     endpoint: Callable[..., Awaitable[Response]]
     body: type[msgspec.Struct] | None = None

@@ -9,20 +9,25 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spolia.engine import AsyncEngine, EngineConfig, SessionStore, TokenStream
-from spolia.errors import NotReady, UnknownModel
+from spolia.errors import ModelError, NotReady, UnknownModel
+from spolia.models import list_recipes, read_recipe
 from spolia.server.conversations import ConversationLog
 from spolia.server.curve import LiveCurve
+from spolia.server.errors import Conflict
 from spolia.server.explaining import ExplainLog
 from spolia.server.metrics import Metrics, ModelMetrics, Reading
 from spolia.server.shelf import Shelf
 from spolia.server.slots import Slots
+
+if TYPE_CHECKING:
+    from spolia.models import ChatTemplate, Model, Recipe
 
 __all__ = ["HoldsModels", "ModelSource", "ServedModel", "ServedModels"]
 
@@ -71,6 +76,8 @@ class ServedModel:
         leaving: an engine that is ending: what it counted is told as long as it is not added to what was before.
         aside: sessions of an engine that was unloaded, for the next one.
         kv_bytes: what its KV had when it was unloaded: it is to have that again. None: it has not been unloaded.
+        recipe: by which this is made of the model that has the engine; None: it is that model.
+        dressed: chat templates of those made of it, by name.
     """
 
     name: str
@@ -94,6 +101,8 @@ class ServedModel:
     aside: SessionStore | None = None
     kv_bytes: int | None = None
     slots: Slots = field(default_factory=Slots)
+    recipe: Recipe | None = None
+    dressed: dict[str, tuple[Recipe, ChatTemplate | None]] = field(default_factory=dict)
     curve: LiveCurve = field(init=False)
     _embedding: asyncio.Lock = field(default_factory=asyncio.Lock)
     _embedders: list[object] = field(default_factory=list)
@@ -164,6 +173,28 @@ class ServedModel:
         return self.loading.result()
 
     @property
+    def model(self) -> Model:
+        """What it knows of its words: the engine's model, or as the recipe has it.
+
+        Raises:
+            NotReady: as `engine`.
+        """
+        model, recipe = self.engine.model, self.recipe
+        if recipe is None:
+            return model
+        kept, template = self.dressed.get(self.name, (None, None))
+        if kept != recipe:  # compiled once, and not by each request
+            template = recipe.dress(model).chat_template
+            self.dressed[self.name] = recipe, template
+        return replace(model, chat_template=template)
+
+    def made(self, name: str, recipe: Recipe) -> ServedModel:
+        """This model by another name and recipe: the same engine, cache and sessions. For one request."""
+        view = replace(self, name=name, recipe=recipe)
+        view.curve = self.curve
+        return view
+
+    @property
     def sessions(self) -> SessionStore:
         """Conversations that are kept here.
 
@@ -206,6 +237,23 @@ class ServedModels:
         Raises:
             UnknownModel: not served here.
         """
+        served, recipe = self._find(name)
+        return served if name is None or recipe is None else served.made(name, recipe)
+
+    def _find(self, name: str | None) -> tuple[ServedModel, Recipe | None]:
+        """The model that has the engine, and the recipe where `name` is one made of it."""
+        try:
+            recipe = None if name is None else read_recipe(name)
+        except ModelError as error:
+            raise UnknownModel(str(error), param="model") from None
+        if recipe is None or (recipe.base != name and name in self._by_name):
+            return self._with_engine(name), None
+        try:
+            return self._with_engine(recipe.base), recipe
+        except UnknownModel:
+            raise UnknownModel(f"{name} is made of {recipe.base!r}, which is not served here") from None
+
+    def _with_engine(self, name: str | None) -> ServedModel:
         if name is None and len(self._by_name) == 1:
             return next(iter(self._by_name.values()))
         if name is not None and name not in self._by_name:
@@ -226,13 +274,29 @@ class ServedModels:
             UnknownModel: not served here.
             NotReady: it cannot be loaded, or not within the shelf's time; says why.
         """
-        served = self.get(name)
+        served, recipe = self._find(name)
         held = _held.get()
         if held is not None and served not in held:
             held.append(served)
             self.shelf.hold(served)
         await self.shelf.ensure(served, self.all(), keep_alive_s=keep_alive_s)
-        return served
+        return served if name is None or recipe is None else served.made(name, recipe)
+
+    async def forget(self, name: str) -> None:
+        """Take a model out of memory, and serve it no more.
+
+        Raises:
+            Conflict: it is in use, or may not leave.
+        """
+        served = self._by_name.get(name)
+        if served is None:
+            return
+        if served.is_pinned:
+            raise Conflict(f"{name} is pinned in this server's memory; start it without --pin {name}, or end it")
+        await self.shelf.unload(served)
+        if served.state in ("ready", "loading"):
+            raise Conflict(f"{name} is {'loading' if served.state == 'loading' else 'in use'}; try again later")
+        self._by_name.pop(name, None)
 
     def release(self, served: ServedModel) -> None:
         """An HTTP request that was answered with it has ended."""
@@ -242,9 +306,15 @@ class ServedModels:
         return list(self._by_name.values())
 
     def everything(self) -> list[ServedModel]:
-        """`all`, and what the library has that nobody has asked for yet."""
+        """`all`, what the library has that nobody has asked for yet, and what was made of these."""
         self._look_into_library()
-        return self.all()
+        made = [
+            self._by_name[recipe.base].made(name, recipe)
+            for name, recipe in list_recipes().items()
+            if recipe.base in self._by_name and (recipe.base == name or name not in self._by_name)
+        ]
+        own = {served.name for served in made}
+        return [*(served for served in self.all() if served.name not in own), *made]
 
     def loaded(self) -> dict[str, AsyncEngine]:
         """Engines of the models that have been loaded, also of those that have failed since."""

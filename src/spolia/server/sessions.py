@@ -262,7 +262,7 @@ class SessionEndpoints:
         session = await find_session(served, session_id, body.cache_salt)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
-        model = served.engine.model
+        model = served.model
         if body.prompt is not None:
             session.append(await _added_ids(session, model.tokenizer, body.prompt))
             return await _reply(served, session)

@@ -73,7 +73,7 @@ class StatusEndpoints:
         cards = [_card(served) for served in models]
         first_id, last_id = (cards[0].id, cards[-1].id) if cards else (None, None)
         shelf = self._models.shelf
-        memory = ModelMemory(*shelf.memory_of(models), available_bytes(), shelf.memory_bytes)
+        memory = ModelMemory(*shelf.memory_of(self._models.all()), available_bytes(), shelf.memory_bytes)
         return _json(ModelList(cards, first_id, last_id, memory))
 
     async def model(self, name: str) -> Response:
@@ -88,7 +88,7 @@ class StatusEndpoints:
 def _card(served: ServedModel) -> ModelCard:
     created_at = datetime.fromtimestamp(int(served.since_s), UTC).isoformat()
     card = ModelCard(served.name, int(served.since_s), served.name, created_at, served.state, served.trouble)
-    card.root = served.name
+    card.root = served.name if served.recipe is None else served.recipe.base
     card.num_requests = served.num_holds
     card.num_queued = served.num_queued
     card.is_pinned = served.is_pinned

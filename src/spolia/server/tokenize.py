@@ -40,8 +40,8 @@ class TokenizeEndpoints:
         """Token ids of a text or of a chat's prompt."""
         body = await read_body(request, TokenizeRequest, max_bytes=self._config.max_body_bytes)
         refuse_unless(body, {"chat_template": ()})
-        engine = (await self._models.ready(body.model)).engine
-        tokenizer = engine.model.tokenizer
+        served = await self._models.ready(body.model)
+        engine, tokenizer = served.engine, served.model.tokenizer
         if sum(way is not None for way in (body.prompt, body.messages, body.content)) != 1:
             raise InvalidRequest("send one of prompt, messages and content", param="prompt")
         if body.content is not None:
@@ -52,9 +52,9 @@ class TokenizeEndpoints:
         if body.prompt is not None:
             ids = await encode(tokenizer, body.prompt, add_special=body.add_special_tokens is not False)
         else:
-            options = prompt_options(cast("PromptBody", body), engine.model)
+            options = prompt_options(cast("PromptBody", body), served.model)
             ids = await encode_chat(
-                engine.model, body.messages or [], add_special=bool(body.add_special_tokens), **options
+                served.model, body.messages or [], add_special=bool(body.add_special_tokens), **options
             )
         return _json(
             TokenizeReply(

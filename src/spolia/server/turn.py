@@ -61,13 +61,13 @@ class Turn:
         Raises:
             InvalidRequest, Overloaded: as `Conversation.encode` and `Answer.submit`.
         """
-        model, tool_use = served.engine.model, conversation.tool_use
+        model, tool_use = served.model, conversation.tool_use
         ids = await conversation.encode(model)
         wished = () if wishes is None else await wishes(ids)
         splitter = splitter_of(model, ids)
         await served.engine.prepare(params)
         if tool_use is not None:
-            params = await tool_use.prepare(params, served.engine, splitter)
+            params = await tool_use.prepare(params, served.engine, model, splitter)
         answer = Answer.submit(
             kind,
             served,

@@ -26,7 +26,10 @@ _OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/ping", "/livez", "/read
 _OPEN_PREFIXES = ("/static/",)
 # These tell of everybody's requests.
 _ADMIN_PATHS = frozenset({"/metrics", "/slots", "/props"})
-_ADMIN_PREFIXES = ("/v1/cache", "/slots/", "/api/pull", "/api/ps")
+_ADMIN_PREFIXES = (
+    *("/v1/cache", "/slots/", "/api/pull", "/api/ps"),
+    *("/api/create", "/api/copy", "/api/delete", "/api/push", "/api/blobs"),
+)
 
 
 class Gate:

@@ -64,7 +64,7 @@ class AnthropicEndpoints:
         turn = await Turn.begin(
             "msg",
             served,
-            conversation(body, served.engine.model),
+            conversation(body, served.model),
             _sampling_params(body),
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
@@ -107,11 +107,11 @@ def _sampling_params(body: MessagesRequest) -> SamplingParams:
 
 async def _num_marked(body: MessagesRequest, served: ServedModel, prompt_ids: Sequence[int]) -> int:
     """Tokens of the prompt up to the last cache breakpoint; 0 without one."""
-    marked = up_to_last_breakpoint(body, served.engine.model)
+    marked = up_to_last_breakpoint(body, served.model)
     if marked is None:
         return 0
     try:
-        beginning = await marked.encode(served.engine.model, add_generation_prompt=False)
+        beginning = await marked.encode(served.model, add_generation_prompt=False)
     except InvalidRequest:  # a template that takes the whole and not this part of it
         return 0
     pairs = enumerate(zip(beginning, prompt_ids, strict=False))

@@ -128,7 +128,7 @@ class _Shown:
     def __init__(self, answer: Answer, served: ServedModel, body: SamplingBody, places: Sequence[_Place]) -> None:
         self._answer = answer
         self._engine = served.engine
-        self._tokenizer: Tokenizer = served.engine.model.tokenizer
+        self._tokenizer: Tokenizer = served.model.tokenizer
         self._body = body
         self._places = places
         self._first_s: dict[int, float] = {}

@@ -71,7 +71,7 @@ class LlamaCppEndpoints:
             ids: list[int] = []
             for number, part in enumerate(parts):
                 if isinstance(part, str):
-                    ids += await encode(served.engine.model.tokenizer, part, add_special=number == 0)
+                    ids += await encode(served.model.tokenizer, part, add_special=number == 0)
                 else:
                     ids.append(part)
             prompts.append(ids)
@@ -83,7 +83,7 @@ class LlamaCppEndpoints:
         served = await self._models.ready(body.model)
         body.check()
         files = [_file(item, f"input_extra[{index}]") for index, item in enumerate(body.input_extra or ())]
-        tokenizer = served.engine.model.tokenizer
+        tokenizer = served.model.tokenizer
         ids = await asyncio.to_thread(
             infill_ids, tokenizer, body.input_prefix + body.prompt, body.input_suffix, files=files
         )
@@ -117,13 +117,13 @@ class LlamaCppEndpoints:
         """The prompt that a chat becomes."""
         body = await read_body(request, TemplateRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
-        model = served.engine.model
+        model = served.model
         return _json({"prompt": render_chat(model, body.messages, **prompt_options(body, model))})
 
     async def props(self, request: Request) -> Response:
         """Settings, template and limits."""
         served = await self._models.ready(request.query_params.get("model") or self._first().name)
-        engine, model = served.engine, served.engine.model
+        engine, model = served.engine, served.model
         special = model.tokenizer.special
         roles = {"bos_token": special.bos, "eos_token": special.eos}
         template = "" if model.chat_template is None else model.chat_template.source

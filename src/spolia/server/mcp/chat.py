@@ -74,7 +74,7 @@ class McpChat:
             raise InvalidRequest(
                 f"mcp_max_rounds is {max_rounds}; allowed are 1 to {_MOST_ROUNDS}", param="mcp_max_rounds"
             )
-        options = prompt_options(body, served.engine.model)
+        options = prompt_options(body, served.model)
         tools = await servers.tools(body.mcp if isinstance(body.mcp, list) else servers.names)
         rounds = _Rounds(body, served, servers, tools, max_rounds, self._config.max_waiting, options["template_kwargs"])
         first = await rounds.begin()

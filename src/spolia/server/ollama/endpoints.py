@@ -95,13 +95,13 @@ class OllamaEndpoints:
         load_s = time.perf_counter() - begun_s
         if not body.prompt and not body.suffix:
             return _loaded(served, body.keep_alive_s, response="")
-        params = body.sampling_params()
+        params = body.sampling_params(served)
         await served.engine.prepare(params)
         ids = await _prompt_ids(served, body)
         answer = Answer.submit(
             "gen", served, [ids], [params], cache_salt="", max_waiting=self._config.max_waiting, is_limit_soft=True
         )
-        turn = Turn(answer, ids, splitter=None if body.raw else splitter_of(served.engine.model, ids))
+        turn = Turn(answer, ids, splitter=None if body.raw else splitter_of(served.model, ids))
 
         def show(text: str, _: Sequence[ToolCall], thought: str) -> dict[str, Any]:
             return {"response": text, **({"thinking": thought} if thought else {})}
@@ -126,9 +126,9 @@ class OllamaEndpoints:
             Conversation(
                 messages=[_message(message, index) for index, message in enumerate(body.messages)],
                 tool_use=ToolUse.of(body.tools, None, None),
-                template_kwargs=body.template_kwargs(served.engine.model),
+                template_kwargs=body.template_kwargs(served.model),
             ),
-            body.sampling_params(),
+            body.sampling_params(served),
             cache_salt="",
             max_waiting=self._config.max_waiting,
             is_limit_soft=True,
@@ -146,7 +146,7 @@ class OllamaEndpoints:
 
 
 async def _prompt_ids(served: ServedModel, body: GenerateRequest) -> list[int]:
-    model = served.engine.model
+    model = served.model
     if body.suffix:
         return await asyncio.to_thread(infill_ids, model.tokenizer, body.prompt, body.suffix)
     context = body.context or []
@@ -159,7 +159,7 @@ async def _prompt_ids(served: ServedModel, body: GenerateRequest) -> list[int]:
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
     conversation = Conversation(messages=messages, template_kwargs=body.template_kwargs(model))
-    return [*context, *await conversation.encode(served.engine.model)]
+    return [*context, *await conversation.encode(served.model)]
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spolia.errors import InvalidRequest, ModelError, SpoliaError, UnknownModel
-from spolia.models import Model, Progress, check_source, pull
+from spolia.models import Model, Progress, Recipe, check_source, pull
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.errors import ollama_error_body
@@ -74,15 +74,16 @@ class OllamaLibrary:
         """What is known of a model."""
         body = await read_body(request, ModelRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.asked)
-        model = served.engine.model
+        model = served.model
         template = "" if model.chat_template is None else model.chat_template.source
         fills_in = model.tokenizer.special.fim_middle is not None
         return _json(
             {
-                "modelfile": f"FROM {served.name}\n",
-                "parameters": "",
+                "modelfile": _modelfile(served),
+                "parameters": _parameters(served.recipe),
                 "template": template,
-                "details": _details(model),
+                "details": _details(model, served.recipe),
+                **_told(served.recipe),
                 "model_info": {
                     "general.architecture": model.architecture,
                     "general.basename": model.name,
@@ -143,7 +144,7 @@ async def _listed(served: ServedModel) -> dict[str, Any]:
         unknown = dict.fromkeys(("parent_model", "format", "family", "parameter_size", "quantization_level"), "")
         head = {"name": served.name, "model": served.name, "modified_at": _time(served)}
         return {**head, "size": 0, "digest": "", "details": {**unknown, "families": []}}
-    model = served.engine.model
+    model = served.model
     digest = await asyncio.to_thread(lambda: model.digest)  # reads the file, if nobody has yet
     return {
         "name": served.name,
@@ -151,13 +152,45 @@ async def _listed(served: ServedModel) -> dict[str, Any]:
         "modified_at": _time(served),
         "size": model.file_bytes,
         "digest": digest.hex(),
-        "details": _details(model),
+        "details": _details(model, served.recipe),
     }
 
 
-def _details(model: Model) -> dict[str, Any]:
+def _told(recipe: Recipe | None) -> dict[str, Any]:
+    if recipe is None:
+        return {}
+    told = {"system": recipe.system, "messages": recipe.messages, "license": "\n".join(recipe.license)}
+    return {name: value for name, value in told.items() if value}
+
+
+def _parameters(recipe: Recipe | None) -> str:
+    return "".join(f"{line}\n" for line in _parameter_lines(recipe))
+
+
+def _parameter_lines(recipe: Recipe | None) -> list[str]:
+    """A line each, as a Modelfile has them; those of a list, as many as it has."""
+    parameters = {} if recipe is None else recipe.parameters
+    several = ((name, value if isinstance(value, list) else [value]) for name, value in parameters.items())
+    return [f"{name} {msgspec.json.encode(each).decode()}" for name, values in several for each in values]
+
+
+def _modelfile(served: ServedModel) -> str:
+    recipe = served.recipe
+    if recipe is None:
+        return f"FROM {served.name}\n"
+    quoted = {"TEMPLATE": recipe.template, "SYSTEM": recipe.system, "LICENSE": "\n".join(recipe.license)}
+    lines = [
+        f"FROM {recipe.base}",
+        *(f'{word} """{text}"""' for word, text in quoted.items() if text),
+        *(f"PARAMETER {line}" for line in _parameter_lines(recipe)),
+        *(f"MESSAGE {message['role']} {message['content']}" for message in recipe.messages),
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _details(model: Model, recipe: Recipe | None = None) -> dict[str, Any]:
     return {
-        "parent_model": "",
+        "parent_model": "" if recipe is None else recipe.base,
         "format": "gguf",
         "family": model.architecture,
         "families": [model.architecture],

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from spolia.engine import SamplingParams
 from spolia.errors import InvalidRequest
-from spolia.models import Model
+from spolia.models import Model, Recipe
 from spolia.server.durations import parse_duration
 from spolia.server.sampling import SamplingFields
+from spolia.server.served import ServedModel
 
 __all__ = [
     "ChatRequest",
+    "CopyRequest",
+    "CreateRequest",
     "EmbedRequest",
     "EmbeddingRequest",
     "GenerateRequest",
@@ -33,6 +37,24 @@ class Options(SamplingFields, kw_only=True):
     """
 
     num_predict: int | None = None
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any], param: str = "parameters") -> Options:
+        """
+        Raises:
+            InvalidRequest: a value that is not allowed.
+        """
+        try:
+            options = msgspec.convert(parameters, cls)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"{param}: {error}", param=param) from None
+        options.sampling_params()
+        return options
+
+    def over(self, others: Options) -> Options:
+        """These, and what the others say where these say nothing."""
+        said = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return msgspec.structs.replace(others, **said)
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """
@@ -86,8 +108,8 @@ class _Generating(_Keeping, kw_only=True):
     top_logprobs: int | None = None
     resumable: bool | None = None
 
-    def sampling_params(self) -> SamplingParams:
-        """With the form that `format` asks for: "json", or a JSON schema.
+    def sampling_params(self, served: ServedModel) -> SamplingParams:
+        """With the form that `format` asks for: "json", or a JSON schema; and the parameters of the model's recipe.
 
         Raises:
             InvalidRequest: a value that is not allowed.
@@ -99,7 +121,10 @@ class _Generating(_Keeping, kw_only=True):
             more["structured_outputs"] = {"json_object": True} if self.format == "json" else {"json": self.format}
         if self.logprobs:
             more["logprobs"] = self.top_logprobs or 0
-        return (self.options or Options()).sampling_params(**more)
+        options = self.options or Options()
+        if served.recipe is not None:
+            options = options.over(Options.of(served.recipe.parameters))
+        return options.sampling_params(**more)
 
     def template_kwargs(self, model: Model) -> dict[str, Any]:
         """For templates that can be told whether to think, or how much.
@@ -172,3 +197,73 @@ class EmbeddingRequest(_Keeping, kw_only=True):
 
 class PullRequest(ModelRequest, kw_only=True):
     stream: bool = True
+
+
+class CopyRequest(msgspec.Struct, kw_only=True):
+    source: str
+    destination: str
+
+
+class CreateRequest(ModelRequest, kw_only=True):
+    """`/api/create`: a model made of another (`from`), or of a file that was sent (`files`).
+
+    Attributes:
+        files: name and digest of one GGUF file.
+        template: Jinja; none: that of the model.
+        messages: what each conversation goes on from.
+    """
+
+    stream: bool = True
+    from_: str | None = msgspec.field(default=None, name="from")
+    files: dict[str, str] | None = None
+    adapters: dict[str, str] | None = None
+    quantize: str | None = None
+    template: str | None = None
+    system: str | None = None
+    parameters: dict[str, Any] | None = None
+    messages: list[dict[str, Any]] | None = None
+    license: str | list[str] | None = None
+
+    def check(self) -> None:
+        """
+        Raises:
+            InvalidRequest: a field that is not supported, or wrong.
+        """
+        if self.quantize:
+            raise InvalidRequest("`quantize` is not supported; send a file that is quantised", param="quantize")
+        if self.adapters:
+            raise InvalidRequest("`adapters` are not supported; send a file with them merged into it", param="adapters")
+        if bool(self.from_) == bool(self.files):
+            raise InvalidRequest("send either `from`, a model's name, or `files`, a GGUF file", param="from")
+        Options.of(self.parameters or {})
+        for index, message in enumerate(self.messages or []):
+            if message.get("role") not in ("user", "assistant") or not isinstance(message.get("content"), str):
+                raise InvalidRequest(
+                    f"messages[{index}] must have the role user or assistant, and text as content", param="messages"
+                )
+
+    def blob(self) -> str:
+        """The digest of the file.
+
+        Raises:
+            InvalidRequest: there are several.
+        """
+        digests = list((self.files or {}).values())
+        if len(digests) != 1:
+            raise InvalidRequest(
+                f"files has {len(digests)} files; a model is made of one GGUF file here", param="files"
+            )
+        return digests[0]
+
+    def given(self) -> dict[str, Any]:
+        """The fields of a recipe that are sent."""
+        licence = [self.license] if isinstance(self.license, str) else self.license
+        sent = {"system": self.system, "template": self.template, "messages": self.messages, "license": licence}
+        sent = {name: value for name, value in sent.items() if value is not None}
+        return {**sent, "parameters": self.parameters} if self.parameters is not None else sent
+
+    def over(self, recipe: Recipe) -> Recipe:
+        """That recipe, with what is sent in place of what it has; parameters one by one."""
+        given = self.given()
+        given["parameters"] = {**recipe.parameters, **(self.parameters or {})}
+        return msgspec.structs.replace(recipe, **given)

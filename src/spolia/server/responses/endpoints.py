@@ -76,7 +76,7 @@ class ResponsesEndpoints:
         """OpenAI's Responses API: answer, and keep the answer for `previous_response_id`."""
         body = await read_body(request, ResponsesRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
-        conversation, items = self._conversation(body, served.engine.model)
+        conversation, items = self._conversation(body, served.model)
         if body.truncation == "auto":
             conversation = await _fitting(conversation, served, body.max_output_tokens)
         turn = await Turn.begin(
@@ -102,10 +102,8 @@ class ResponsesEndpoints:
         """How many tokens the prompt of a response has."""
         body = await read_body(request, ResponsesRequest, max_bytes=self._config.max_body_bytes)
         served = await self._models.ready(body.model)
-        conversation, _ = self._conversation(body, served.engine.model)
-        return _json(
-            {"object": "response.input_tokens", "input_tokens": len(await conversation.encode(served.engine.model))}
-        )
+        conversation, _ = self._conversation(body, served.model)
+        return _json({"object": "response.input_tokens", "input_tokens": len(await conversation.encode(served.model))})
 
     async def retrieve(self, request: Request, response_id: str) -> Response:
         """A response that is kept; with `?stream=true&starting_after=` the rest of a stream that was `resumable`."""
@@ -393,7 +391,7 @@ async def _fitting(conversation: Conversation, served: ServedModel, max_tokens: 
     """Without as many of the oldest turns as it takes to leave room for an answer: the instructions stay."""
     room = served.engine.context_tokens - min(max_tokens or _ROOM, served.engine.context_tokens // 2)
     messages = list(conversation.messages)
-    while len(await (shown := replace(conversation, messages=messages)).encode(served.engine.model)) > room:
+    while len(await (shown := replace(conversation, messages=messages)).encode(served.model)) > room:
         first = next((i for i, each in enumerate(messages) if each["role"] != "system"), len(messages))
         after = [i for i, each in enumerate(messages) if i > first and each["role"] == "user"]
         if not after:

@@ -130,18 +130,19 @@ class ToolUse:
         return replace(params, structured_outputs=call)
 
     async def prepare(
-        self, params: SamplingParams, engine: AsyncEngine, thoughts: ReasoningSplitter | None = None
+        self, params: SamplingParams, engine: AsyncEngine, model: Model, thoughts: ReasoningSplitter | None = None
     ) -> SamplingParams:
         """`params`, whose form is compiled, with all that the use of tools needs, that form compiled, too.
 
         Args:
+            model: the engine's, with the template that the prompt was made by.
             thoughts: what will tell the reply's thoughts from the rest.
 
         Raises:
             InvalidRequest: a tool's schema cannot be compiled.
         """
         try:
-            params = self.params(params, engine.model, thoughts)
+            params = self.params(params, model, thoughts)
             await engine.prepare(params)
         except InvalidRequest as error:
             if error.param != "structured_outputs":
