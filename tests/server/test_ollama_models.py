@@ -203,7 +203,7 @@ REFUSED = [
     ("/api/copy", {"source": "toy", "destination": "../x"}, 400, "name"),
     ("/api/copy", {"source": "toy", "destination": "toy"}, 409, "toy"),
     ("/api/copy", {"source": "toy"}, 400, "destination"),
-    ("/api/push", {"model": "toy"}, 501, "no registry"),
+    ("/api/push", {"model": "toy"}, 400, "no registry"),
     ("/api/delete", {"model": "nobody"}, 404, "nobody"),
     ("/api/delete", {"model": "../../x"}, 404, "is not in"),
     ("/api/delete", {"model": "toy"}, 404, "is not in"),
@@ -227,7 +227,7 @@ def test_what_cannot_be_is_refused_in_ollamas_shape_and_leaves_nothing(url, fold
 def test_the_client_is_told_that_there_is_nowhere_to_push_to(client):
     with pytest.raises(ollama.ResponseError, match="no registry") as caught:
         client.push("toy")
-    assert caught.value.status_code == 501
+    assert caught.value.status_code == 400
     with pytest.raises(ollama.ResponseError, match="no registry"):
         list(client.push("toy", stream=True))
 

@@ -50,7 +50,12 @@ OPERATIONS = [
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     engine = chatty_engine(num_blocks=256)
     config = ServerConfig(slot_save_path=tmp_path_factory.mktemp("slots"))
-    with serving({"toy": engine}, config) as url, httpx.Client() as client:
+    with (
+        pytest.MonkeyPatch.context() as patch,  # models are made and deleted too, and not the user's
+        serving({"toy": engine}, config) as url,
+        httpx.Client() as client,
+    ):
+        patch.setenv("SPOLIA_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield url
         assert client.get(f"{url}/health").status_code == 200  # after all of it
     asyncio.run(engine.aclose())

@@ -7,7 +7,7 @@ llama.cpp's          {"error": {"code", "message", "type", "param"}}     of its 
 
 InvalidRequest 400 · Unauthorized 401 · Forbidden 403 · UnknownModel, UnknownThing, UnknownSession 404 ·
 BodyTooSlow 408 · Conflict, SessionBusy, SessionConflict 409 · BodyTooLarge 413 · Overloaded 429 ·
-NotReady, StorageUnavailable 503 · NotDone 501 · TookTooLong 504 · others 500
+NotReady, StorageUnavailable 503 · TookTooLong 504 · others 500
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ __all__ = [
     "Conflict",
     "ErrorBody",
     "Forbidden",
-    "NotDone",
     "RateLimited",
     "TookTooLong",
     "Unauthorized",
@@ -67,10 +66,6 @@ class UnknownThing(InvalidRequest):
 
 class Conflict(InvalidRequest):
     """What is asked for cannot be done as things are (HTTP 409)."""
-
-
-class NotDone(InvalidRequest):
-    """Nothing here does this (HTTP 501)."""
 
 
 class Unauthorized(InvalidRequest):
@@ -115,7 +110,6 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnknownSession, 404, "invalid_request_error", "session_not_found"),
     (SessionBusy, 409, "invalid_request_error", "session_busy"),
     (SessionConflict, 409, "invalid_request_error", "session_conflict"),
-    (NotDone, 501, "invalid_request_error", "not_implemented"),
     (Conflict, 409, "invalid_request_error", "conflict"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),

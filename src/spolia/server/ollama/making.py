@@ -24,7 +24,7 @@ from spolia.models import (
 )
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
-from spolia.server.errors import BodyTooSlow, Conflict, NotDone, UnknownThing
+from spolia.server.errors import BodyTooSlow, Conflict, UnknownThing
 from spolia.server.ollama.schema import CopyRequest, CreateRequest, ModelRequest, PullRequest
 from spolia.server.resuming import LineStream
 from spolia.server.routes import Route
@@ -130,7 +130,7 @@ class OllamaMaking:
     async def push(self, request: Request) -> Response:
         """There is nowhere to push to."""
         body = await read_body(request, PullRequest, max_bytes=self._config.max_body_bytes)
-        raise NotDone(
+        raise InvalidRequest(
             f"{body.asked or 'a model'} cannot be pushed: Spolia has no registry. Put its GGUF file where others reach "
             "it, on Hugging Face for instance, and have them pull hf:owner/repo/file; a recipe is made with /api/create"
         )
