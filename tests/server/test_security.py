@@ -49,7 +49,11 @@ class Path(NamedTuple):
 
     @property
     def filled(self) -> str:
-        return self.template.replace("{pin_id}", "1").replace("{id_slot}", "0").replace("{", "").replace("}", "")
+        values = {"{pin_id}": "1", "{id_slot}": "0", "{digest}": f"sha256:{'0' * 64}"}
+        path = self.template
+        for name, value in values.items():
+            path = path.replace(name, value)
+        return path.replace("{", "").replace("}", "")
 
 
 @pytest.fixture(scope="module")

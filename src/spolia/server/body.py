@@ -15,7 +15,7 @@ from spolia.server.errors import BodyTooLarge, BodyTooSlow
 from spolia.server.schema import decode
 from spolia.server.unknown_fields import ignored_fields
 
-__all__ = ["BodyDeadlines", "read_body"]
+__all__ = ["BodyDeadlines", "check_encoding", "read_body"]
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
@@ -71,11 +71,17 @@ async def read_body(request: Request, kind: type[_Body], *, max_bytes: int) -> _
     return decode(body, kind)
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+def check_encoding(request: Request) -> None:
+    """
+    Raises:
+        InvalidRequest: the body is compressed: what is small on the wire may be huge here.
+    """
     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise InvalidRequest(  # what is small on the wire may be huge here
-            f"content-encoding is {encoding!r}; bodies are taken as they are, so send it uncompressed"
-        )
+        raise InvalidRequest(f"content-encoding is {encoding!r}; bodies are taken as they are, so send it uncompressed")
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    check_encoding(request)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise BodyTooLarge(f"the body has {declared} bytes; allowed are {max_bytes}")

@@ -22,7 +22,7 @@ from spolia.models import (
     read_recipe,
     remove,
 )
-from spolia.server.body import read_body
+from spolia.server.body import check_encoding, read_body
 from spolia.server.config import ServerConfig
 from spolia.server.errors import BodyTooSlow, Conflict, UnknownThing
 from spolia.server.ollama.schema import CopyRequest, CreateRequest, ModelRequest, PullRequest
@@ -143,6 +143,7 @@ class OllamaMaking:
 
     async def take_blob(self, request: Request, digest: str) -> Response:
         """Keep a file under its digest, to make a model of."""
+        check_encoding(request)
         if await asyncio.to_thread(blob_path(digest).is_file):
             return Response()
         writer = await asyncio.to_thread(BlobWriter, digest)
