@@ -16,9 +16,12 @@ from spolia.tiers import (
     HostBackend,
     Tier,
     TierUse,
+    conversations,
+    export_conversation,
     import_conversation,
     pack_archive,
     payload_of,
+    read_archive,
     unpack_archive,
 )
 
@@ -82,16 +85,41 @@ def test_a_file_without_what_the_next_token_needs_is_refused():
         taken_in(toy_engine(windows=windows), [*parts[:-1], (header, payload[:0])])
 
 
-def test_a_folder_refuses_a_file_of_which_it_could_use_nothing(tmp_path: Path):
-    engine = toy_engine(windows=(None, 40), num_blocks=[64, 22])
+def sparse_file(path: Path, windows) -> None:
+    """Of an engine whose memory has given up what the window has passed."""
+    engine = toy_engine(windows=windows, num_blocks=[64 if window is None else 22 for window in windows])
     answer(engine, CONVERSATION)
     answer(engine, tokens(150, 5))
     extents = take_out(engine.core, EXACT_NAMESPACE, CONVERSATION, engine.core.tiering.blocks.exact)
-    (tmp_path / "file").write_bytes(pack_archive(extents, Checksum()))
+    path.write_bytes(pack_archive(extents, Checksum()))
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_a_file_without_what_a_window_has_passed_goes_into_a_folder_and_is_used_from_there(tmp_path: Path, windows):
+    sparse_file(tmp_path / "file", windows)
     folder = FolderBackend(tmp_path / "kv")
-    with pytest.raises(InvalidRequest, match="import it into a running server"):
-        import_conversation(folder, tmp_path / "file")
-    assert list(folder.entries()) == []
+    num_blocks = import_conversation(folder, tmp_path / "file")
+    assert num_blocks == len(list(folder.entries())) < 288 // BLOCK_SIZE * len(windows)
+    engine = toy_engine(windows=windows, tiers=[Tier("disk", folder, stall_s=60)], clock=time.monotonic)
+    output = answer(engine, CONVERSATION)
+    assert_right(output, CONVERSATION, windows)
+    assert output.num_restored_tokens == {"disk": 288}
+    engine.core.close()
+
+
+def test_a_folders_file_of_it_goes_into_an_engine(tmp_path: Path):
+    windows = (40, None)  # the group that is complete need not be the first
+    sparse_file(tmp_path / "file", windows)
+    folder = FolderBackend(tmp_path / "kv")
+    import_conversation(folder, tmp_path / "file")
+    (one,) = conversations(folder)
+    export_conversation(folder, one.digest.hex(), tmp_path / "again")
+    parts = [(header, payload_of(header, extent)) for header, extent in read_archive(tmp_path / "again", Checksum())]
+    engine = toy_engine(windows=windows)
+    assert taken_in(engine, parts) == 288
+    assert_right(answer(engine, CONVERSATION), CONVERSATION, windows)
+    with pytest.raises(InvalidRequest, match="without gaps"):
+        taken_in(engine, [part for part in parts if part[0].start != 160])
 
 
 def test_what_a_window_has_passed_moves_to_a_tier_while_memory_has_it():

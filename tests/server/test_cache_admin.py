@@ -259,6 +259,35 @@ def test_a_conversation_is_carried_to_another_server_which_refuses_what_is_not_i
     assert "not one block" in empty.json()["error"]["message"]
 
 
+def test_what_a_window_has_passed_is_needed_by_no_tier_no_file_and_no_restore(tmp_path):
+    """Memory has given it up; all that is left is looked up, moved, exported, imported and restored all the same."""
+    windows, ids = (None, 40), prompt(0, 300)
+    one, other = (
+        chatty_engine(
+            windows=windows, num_blocks=[64, 22], tiers=[TierUse(Tier(name, backend), "selective", min_uses=99)]
+        )
+        for name, backend in (("disk", FolderBackend(tmp_path)), ("host", HostBackend(1 << 20)))
+    )
+    with serving({"toy": one}) as url, serving({"toy": other}) as other_url:
+        server, another = Server(url), Server(other_url)
+        said = answer(server, ids)[0]
+        answer(server, prompt(1, 150))  # the window's pool has not room for both
+        assert server.post("move", prompt=ids, to="disk")["num_tokens"] == 288
+        assert len(list(tmp_path.rglob("*.kv"))) < 2 * 288 // 16
+        assert server.lookup(ids) == (0, {"disk": 288})
+        assert server.post("lookup", prompt=ids)["ranges"] == [{"start": 0, "stop": 288, "source": "disk"}]
+        assert answer(server, ids)[:2] == (said, 288)
+        server.post("clear", all=True, tiers=False)
+        carried = httpx.post(f"{url}/v1/cache/export", json={"prompt": ids}, timeout=60).content
+        imported = httpx.post(f"{other_url}/v1/cache/import", content=carried, timeout=60).json()
+        assert imported["num_tokens"] == 288
+        assert another.post("move", prompt=ids, to="host")["num_tokens"] == 288
+        assert another.lookup(ids) == (0, {"host": 288})
+        assert answer(another, ids)[:2] == (said, 288)
+    for each in (one, other):
+        asyncio.run(each.aclose())
+
+
 def test_size_and_policy_change_while_it_is_used_and_answers_stay(server):
     before = httpx.get(f"{server.url}/v1/cache/config").json()
     assert (before["kv_policy"], [tier["name"] for tier in before["tiers"]]) == ("lru", ["host", "disk"])

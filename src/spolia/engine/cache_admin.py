@@ -61,7 +61,7 @@ class Lookup:
 
     Attributes:
         hit: what a request would reuse now of what is on the device, and why no more.
-        num_tier_tokens: from the first token on without a gap, by tier.
+        num_tier_tokens: from the first token on, as far as a tier has what the next one looks at, by tier.
         ranges: (start, stop, tier or "device") of what a request could have, in order, without gaps.
     """
 
@@ -130,25 +130,18 @@ class CacheAdmin:
         """
         namespace = self._engine.namespace_for(cache_salt, exact_kv=exact_kv)
         hit = await self._engine.call(lambda core: core.cache.explain(namespace, token_ids, other_namespaces=True))
-        tiers, keys, num_groups = await self._engine.call(lambda core: _names(core, namespace, token_ids))
-        counts = await asyncio.gather(*(asyncio.to_thread(tier.count, keys) for tier in tiers))
+        blocks, tiers = await self._engine.call(lambda core: (core.tiering.blocks, core.tiering.tiers.mover.tiers))
+        digests = _chain(namespace, token_ids)
+        reaches = await asyncio.gather(*(asyncio.to_thread(blocks.reach, [tier], digests) for tier in tiers))
+        num_tier_tokens = {tier.name: there.stop_block * BLOCK_SIZE for tier, there in zip(tiers, reaches, strict=True)}
         ranges = [(0, hit.num_tokens, "device")] if hit.num_tokens else []
-        num_blocks, is_more = hit.num_tokens // BLOCK_SIZE, True
-        while is_more:
-            is_more = False
-            for tier in tiers:
-                count = await asyncio.to_thread(tier.count, keys[num_blocks * num_groups :]) // num_groups
-                if count:
-                    start = ranges[-1][1] if ranges else 0
-                    num_blocks, is_more = num_blocks + count, True
-                    if num_blocks * BLOCK_SIZE > start:
-                        ranges.append((start, num_blocks * BLOCK_SIZE, tier.name))
-                    break
-        return Lookup(
-            hit,
-            {tier.name: count // num_groups * BLOCK_SIZE for tier, count in zip(tiers, counts, strict=True)},
-            tuple(ranges),
-        )
+        first = hit.num_tokens // BLOCK_SIZE
+        below = await asyncio.to_thread(blocks.reach, tiers, digests[first:], first)
+        for _, stop, tier in below.ranges:
+            start = ranges[-1][1] if ranges else 0
+            if stop * BLOCK_SIZE > start:
+                ranges.append((start, stop * BLOCK_SIZE, tier.name))
+        return Lookup(hit, num_tier_tokens, tuple(ranges))
 
     # -- Moving --------------------------------------------------------------------------------------------------------
 
@@ -194,10 +187,11 @@ class CacheAdmin:
             if time.monotonic() >= deadline_s:
                 raise StorageUnavailable(f"tier {to} has not taken {num_tokens} tokens within {timeout_s:g} s")
             await asyncio.sleep(_LOOK_S)
-        _, keys, num_groups = await self._engine.call(lambda core: _names(core, namespace, token_ids[:num_tokens]))
-        num_there = await asyncio.to_thread(tier.count, keys) // num_groups * BLOCK_SIZE
+        blocks = await self._engine.call(lambda core: core.tiering.blocks)
+        there = await asyncio.to_thread(blocks.reach, [tier], _chain(namespace, token_ids[:num_tokens]))
+        num_there = there.stop_block * BLOCK_SIZE
         if num_there < num_tokens:
-            reason = tier.stats.reason or "it has no room for all, or memory has no more what a window has passed"
+            reason = tier.stats.reason or "it has no room for all"
             raise StorageUnavailable(f"tier {to} has {num_there} of {num_tokens} tokens: {reason}")
         if not keep:
             await self._engine.call(lambda core: core.cache.clear_prefix(namespace, token_ids, is_alone=True))
@@ -427,12 +421,6 @@ def _chain(namespace: bytes, token_ids: ArrayLike) -> list[bytes]:
     chain = KeyChain(namespace)
     chain.extend(np.asarray(token_ids, np.int32))
     return chain.digests
-
-
-def _names(core: EngineCore, namespace: bytes, token_ids: Sequence[int]) -> tuple[tuple[Tier, ...], list[bytes], int]:
-    """The tiers, what they call these tokens' whole blocks, and how many names a block has."""
-    tiering = core.tiering
-    return tiering.tiers.mover.tiers, tiering.blocks.keys(_chain(namespace, token_ids)), tiering.blocks.num_groups
 
 
 def _list(tier: Tier, namespaces: Collection[bytes] | None) -> _Found:

@@ -13,7 +13,7 @@ from spolia.engine.request import Sequence
 from spolia.engine.tiers_in_use import TiersInUse
 from spolia.kernels import BLOCK_SIZE
 from spolia.kvcache import KVCache, Lease
-from spolia.tiers import BlockRun, Encoding, ExtentHeader, KeyChain, block_key
+from spolia.tiers import BlockRun, Encoding, ExtentHeader, FirstNeeded, KeyChain, Reach, Tier, block_key, reach
 
 __all__ = ["KVBlocks"]
 
@@ -59,6 +59,18 @@ class KVBlocks:
         if sequence.chain is None:
             sequence.chain = KeyChain(sequence.request.namespace)
         return sequence.chain
+
+    @property
+    def first_needed(self) -> FirstNeeded | None:
+        """What the token after so many blocks looks at, by group; None: at all, as nothing looks back over a window."""
+        if all(group.window is None for group in self.cache.groups):
+            return None
+        return lambda group, num_blocks: self.cache.first_needed_block(group, num_blocks * BLOCK_SIZE)
+
+    def reach(self, tiers: Seq[Tier], digests: Seq[bytes], first_block: int = 0) -> Reach:
+        """How far a prefix goes on in some tiers; `digests[0]` is that of `first_block`. Asks them: any thread."""
+        first_needed = self.first_needed or (lambda group, num_blocks: 0)
+        return reach(tiers, digests, first_block, self.num_groups, first_needed)
 
     def keys(self, digests: Seq[bytes]) -> list[bytes]:
         """What tiers call these blocks, all groups of a block together."""
@@ -134,22 +146,38 @@ class KVBlocks:
             ids: of the prefix, and at least one more.
             restored: gets (start, stop, tier) of what was taken in.
         """
-        stop_block = run.first_block + run.num_blocks
-        stop = stop_block * BLOCK_SIZE
-        with self.cache.open_restore(namespace, ids[: stop + 1]) as lease:
+        stop = run.stop_block * BLOCK_SIZE
+        with self.cache.open_restore(namespace, ids[: stop + 1], whole_blocks=run.is_sparse) as lease:
             start = lease.num_computed_tokens
             first_block = start // BLOCK_SIZE
             if start >= stop:
                 return True
-            if first_block < run.first_block or self.cache.grow(lease, stop) is None:
+            if first_block < run.first_block or not self._grow(lease, run):
                 return False
-            for group, payloads in enumerate(run.payloads):
-                table = lease.block_table(group)[first_block:stop_block]
-                missing = islice(payloads, first_block - run.first_block, None)
-                self.fill(group, table, missing, is_rounded=run.is_rounded)
+            for group, (first, payloads) in enumerate(zip(run.first_blocks, run.payloads, strict=True)):
+                begin = max(first, first_block)
+                table = lease.block_table(group)[begin : run.stop_block]
+                self.fill(group, table, islice(payloads, begin - first, None), is_rounded=run.is_rounded)
             self.commit(lease, chain, encoding, ids, start, stop)
-        if restored is not None:
-            restored.append((start, stop, run.tier))
-        if not run.is_rounded:
-            self._tiers.note_restored(run.tier, self.keys(chain.digests[run.first_block : stop_block]))
+        for first, last, tier in run.ranges:
+            if restored is not None and BLOCK_SIZE * last > start:
+                restored.append((max(start, BLOCK_SIZE * first), BLOCK_SIZE * last, tier))
+            if not run.is_rounded:
+                self._tiers.note_restored(
+                    tier,
+                    [
+                        block_key(chain.digests[index], group)
+                        for index in range(first, last)
+                        for group, first_of_group in enumerate(run.first_blocks)
+                        if index >= first_of_group
+                    ],
+                )
         return True
+
+    def _grow(self, lease: Lease, run: BlockRun) -> bool:
+        """Take the blocks that a run goes to; whether there was room."""
+        stop = run.stop_block * BLOCK_SIZE
+        if not run.is_sparse:
+            return self.cache.grow(lease, stop) is not None
+        needed = [self.cache.first_needed_block(group, stop) for group in range(self.num_groups)]
+        return self.cache.grow_sparse(lease, stop, list(map(min, run.first_blocks, needed)))

@@ -78,23 +78,27 @@ def put_in(
         InvalidRequest: they are not all of one conversation from its beginning on, or another model's or owner's.
     """
     blocks, cache = core.tiering.blocks, core.tiering.blocks.cache
-    num_blocks, stray = divmod(len(parts), blocks.num_groups)
-    num_tokens = num_blocks * BLOCK_SIZE
-    ordered = sorted(parts, key=lambda part: (part[0].start, part[0].group))
-    ids = np.concatenate([header.ids for header, _ in ordered if header.group == 0] or [np.empty(0, np.int32)])
-    chain = KeyChain(namespace)
-    chain.extend(ids)
-    for header, _ in ordered:
+    for header, _ in parts:
         if header.namespace != namespace or header.layout != encoding.layout:
             raise InvalidRequest(
                 f"the file is of another model, KV type, cache salt, API key or instruction set ({header.layout}, and "
                 f"here {encoding.layout}); it is of no use here",
                 param="file",
             )
-    places = [(digest, group) for digest in chain.digests for group in range(blocks.num_groups)]
-    if stray or not places or [(header.digest, header.group) for header, _ in ordered] != places:
+    # A folder's file has nothing at all of what a window has passed and the folder lacked.
+    by_start = {header.start: header for header, _ in parts}
+    ids = np.concatenate([by_start[start].ids for start in sorted(by_start)] or [np.empty(0, np.int32)])
+    chain = KeyChain(namespace)
+    chain.extend(ids)
+    num_blocks = len(chain.digests)
+    num_tokens = num_blocks * BLOCK_SIZE
+    found = {(header.digest, header.group): payload for header, payload in parts}
+    digests = {digest for digest, _ in found}
+    is_known = digests == set(chain.digests) and len(found) == len(parts)
+    if not parts or not is_known or any(not 0 <= group < blocks.num_groups for _, group in found):
         raise InvalidRequest("the file holds no conversation from its beginning on, without gaps", param="file")
-    payloads = [[payload for header, payload in ordered if header.group == group] for group in range(blocks.num_groups)]
+    nothing = np.empty(0, np.uint8)
+    payloads = [[found.get((digest, group), nothing) for digest in chain.digests] for group in range(blocks.num_groups)]
     first_blocks = []
     for group, of_group in enumerate(payloads):
         first = next((index for index, payload in enumerate(of_group) if payload.nbytes), num_blocks)

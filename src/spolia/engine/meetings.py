@@ -124,7 +124,7 @@ class Meetings:
         have let go of them.
         """
         sequence, lease = meeting.sequence, meeting.lease
-        stop_block = run.first_block + run.num_blocks
+        stop_block = run.stop_block
         first_block = max(run.first_block, -(-lease.num_computed_tokens // BLOCK_SIZE))
         if first_block >= stop_block:
             return True
@@ -144,7 +144,8 @@ class Meetings:
             missing = payloads[first_block - run.first_block :]
             self._blocks.fill(group, table, missing, is_rounded=run.is_rounded)
         meeting.low_block = first_block
-        meeting.ranges.append((first_block * BLOCK_SIZE, stop, run.tier))
+        (_, _, tier) = run.ranges[0]
+        meeting.ranges.append((first_block * BLOCK_SIZE, stop, tier))
         sequence.meets_at = first_block * BLOCK_SIZE
         return True
 

@@ -27,9 +27,10 @@ class _Held:
 
     Attributes:
         restore: None: it waits for another's, which brings the same blocks.
-        begun_s, progress_s: when it began to wait, and when something last arrived.
+        begun_s, progress_s: when it began to wait, and when something was last read.
         is_free: it is in the scheduler's hands, and takes what arrives before its turn comes.
         is_begun: readers have got round to it.
+        num_parts: what they had read of it when that was last seen.
     """
 
     sequence: Sequence
@@ -40,6 +41,7 @@ class _Held:
     progress_s: float
     is_free: bool = False
     is_begun: bool = False
+    num_parts: int = 0
 
 
 class Restores:
@@ -106,6 +108,7 @@ class Restores:
                 first,
                 self._blocks.encoding_of(sequence),
                 is_worth=self._is_worth if self._fetch == "planned" else None,
+                first_needed=self._blocks.first_needed,
             )
         now_s = self._clock()
         is_free = self._fetch == "best_effort"
@@ -150,6 +153,8 @@ class Restores:
             return 0.0
         if any(restore.is_begun and not held.is_begun for held, restore in waits):
             return 0.0  # from now on it may wait less long
+        if any(restore.num_parts != held.num_parts for held, restore in waits):
+            return 0.0  # or longer
         if not waits:
             return 0.0 if self._held else None
         now_s = self._clock()
@@ -192,6 +197,8 @@ class Restores:
         is_done = restore.is_done  # before looking: what arrived by then is seen below
         if restore.is_begun and not held.is_begun:
             held.is_begun, held.progress_s = True, now_s
+        if restore.num_parts != held.num_parts:
+            held.num_parts, held.progress_s = restore.num_parts, now_s
         num_bytes = 0
         while max_bytes is None or num_bytes < max_bytes:
             run = restore.take_run()

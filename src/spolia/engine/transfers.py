@@ -125,7 +125,7 @@ class Transfers:
             first = lease.num_computed_tokens // BLOCK_SIZE
         digests = bring.chain.digests[first:]
         if digests and self._has_room(bring, 1):
-            bring.restore = self._mover.fetch(digests, first, bring.encoding)
+            bring.restore = self._mover.fetch(digests, first, bring.encoding, first_needed=self._blocks.first_needed)
 
     def _advance(self, bring: _Bring) -> bool:
         """Take in runs; whether it is done."""
@@ -134,9 +134,8 @@ class Transfers:
             return True
         is_done = restore.is_done
         while (run := restore.take_run()) is not None:
-            stop = run.first_block + run.num_blocks
             is_taken = self._has_room(bring, run.num_blocks) and self._blocks.take_in(
-                bring.namespace, bring.ids[: BLOCK_SIZE * stop + 1], bring.chain, bring.encoding, run
+                bring.namespace, bring.ids[: BLOCK_SIZE * run.stop_block + 1], bring.chain, bring.encoding, run
             )
             self._mover.give_back(run)
             if not is_taken:

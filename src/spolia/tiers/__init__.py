@@ -46,6 +46,7 @@ from .mover import BlockRun, Mover, Restore
 from .objects import ObjectBackend
 from .planner import Planner
 from .policy import FetchPolicy, TierUse, WritePolicy
+from .reach import FirstNeeded, Reach, reach
 from .remote import open_remote
 from .tier import Tier, TierState, TierStats
 from .valkey import ValkeyBackend
@@ -68,6 +69,7 @@ __all__ = [
     "ExtentError",
     "ExtentHeader",
     "FetchPolicy",
+    "FirstNeeded",
     "FolderBackend",
     "HandedDown",
     "Health",
@@ -77,6 +79,7 @@ __all__ = [
     "Mover",
     "ObjectBackend",
     "Planner",
+    "Reach",
     "Restore",
     "Sealer",
     "StorageBackend",
@@ -105,6 +108,7 @@ __all__ = [
     "open_remote",
     "pack_archive",
     "payload_of",
+    "reach",
     "read_archive",
     "read_key",
     "still_there",

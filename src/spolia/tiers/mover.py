@@ -32,6 +32,7 @@ from .buffers import BufferPool
 from .encoding import Bytes, Encoding
 from .extent import SEAL_BYTES, extent_bytes, key_of
 from .keys import block_key
+from .reach import FirstNeeded, Reach, reach
 from .tier import Tier
 
 __all__ = ["BlockRun", "Mover", "Restore"]
@@ -46,44 +47,63 @@ _RUN_BYTES = 4 << 20
 _FIRST_SHARE = 4
 """The first run from a tier is so much shorter."""
 
+_MAX_LOOKS = 2
+"""For what is of use only as a whole."""
+
 _BATCH = 16
 """Extents that are written together at most."""
 
 
 class BlockRun(NamedTuple):
-    """Blocks `first_block` and on, verified, from one tier.
+    """Blocks [first_block, stop_block), verified.
 
     Attributes:
-        payloads: `payloads[group][i]` is the KV of block `first_block + i`, as it is to lie in its pool.
+        ranges: (start, stop, tier) in blocks: where they are from.
+        payloads: `payloads[group]` is the KV of the last blocks, up to `stop_block`, as it is to lie in its pool. Of
+            all blocks, or, if it is sparse, in window groups of those that the token after them looks at.
         is_rounded: it is nearly what was computed: it was kept in fewer bits.
     """
 
     first_block: int
-    tier: str
+    stop_block: int
+    ranges: tuple[tuple[int, int, str], ...]
     payloads: tuple[tuple[Bytes, ...], ...]
     buffers: tuple[Bytes, ...]
     is_rounded: bool
 
     @property
     def num_blocks(self) -> int:
-        return len(self.payloads[0])
+        return self.stop_block - self.first_block
+
+    @property
+    def first_blocks(self) -> tuple[int, ...]:
+        """By group, the first block that there is."""
+        return tuple(self.stop_block - len(of_group) for of_group in self.payloads)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it is of use only as a whole: it has not every block of every group."""
+        return any(len(of_group) < self.num_blocks for of_group in self.payloads)
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(buffer) for buffer in self.buffers)
+        return sum(payload.nbytes for of_group in self.payloads for payload in of_group)
 
 
 class Restore:
     """Blocks on their way up: [first_block, first_block + num_blocks), in order, as far as they can be had.
 
-    The engine's thread takes runs from it; a reader fills it. `is_done` once nothing more will arrive.
+    The engine's thread takes runs from it; a reader fills it. `is_done` once nothing more will arrive. Where tiers lack
+    what a window has passed, it is one run that comes when all of it has been read, or not at all.
 
     Attributes:
+        first_needed: what the token after some blocks looks at; None: all of every group.
         is_backward: from the last that can be had to the first.
         is_worth: asked on a reader's thread whether so many blocks, of so many bytes, are worth reading from a tier;
             None: they are.
         num_found: blocks that the tiers say they have, from where it begins on; None: not yet asked.
         declined: the tier that reading on from is not worth while; None: nothing was declined.
+        num_parts: how often something was read.
     """
 
     def __init__(
@@ -94,15 +114,18 @@ class Restore:
         *,
         is_backward: bool = False,
         is_worth: Callable[[Tier, int, int], bool] | None = None,
+        first_needed: FirstNeeded | None = None,
     ) -> None:
         self.digests = digests
         self.encoding = encoding
         self.is_backward = is_backward
         self.is_worth = is_worth
+        self.first_needed = first_needed
         self.declined: Tier | None = None
         self.wanted = frozenset(digests)
         self.first_block = first_block
         self.num_found: int | None = None
+        self.num_parts = 0
         self.is_begun = False
         self.is_cancelled = False
         self.is_done = False
@@ -360,17 +383,20 @@ class Mover:
         *,
         is_backward: bool = False,
         is_worth: Callable[[Tier, int, int], bool] | None = None,
+        first_needed: FirstNeeded | None = None,
     ) -> Restore:
         """Begin to bring up blocks that were written in this encoding, `digests[0]` being that of `first_block`.
 
         Args:
-            is_backward, is_worth: as `Restore` has them.
+            is_backward, is_worth, first_needed: as `Restore` has them.
         """
         if not self._is_reading:
             self._is_reading = True
             for reader in self._readers:
                 reader.start()
-        restore = Restore(digests, first_block, encoding, is_backward=is_backward, is_worth=is_worth)
+        restore = Restore(
+            digests, first_block, encoding, is_backward=is_backward, is_worth=is_worth, first_needed=first_needed
+        )
         self._restores.put(restore)
         return restore
 
@@ -480,11 +506,72 @@ class Mover:
             segments = self._locate(keys[::-1] if restore.is_backward else keys[first * num_groups :], num_groups)
             if restore.num_found is None:
                 restore.num_found = sum(count for _, count in segments)
+                if restore.first_needed is not None and self._bring_sparse(restore, segments, restore.first_needed):
+                    return
             missing = self._bring_from(restore, keys, segments, first)
             # A block that a tier had may be in another by now; if it misses twice, it is lost.
             if missing is None or missing == gap:
                 return
             gap = missing
+
+    def _bring_sparse(self, restore: Restore, segments: Sequence[tuple[Tier, int]], first_needed: FirstNeeded) -> bool:
+        """If more can be had without what windows have passed, read that; False if nothing has come of it."""
+        num_groups = len(self._block_bytes)
+        known = [tier for tier, count in segments for _ in range(count)]
+        num_known = len(known)
+        for _ in range(_MAX_LOOKS):  # a block that a tier had may be in another by now
+            tiers = self.tiers
+            found = reach(tiers, restore.digests, restore.first_block, num_groups, first_needed, known)
+            if found.num_blocks <= num_known:
+                return False
+            restore.num_found = found.num_blocks
+            payloads = self._read_sparse(restore, found, tiers)
+            if payloads is not None:
+                ranges = tuple((start, stop, tier.name) for start, stop, tier in found.ranges)
+                is_rounded = restore.encoding.codec is not None
+                restore._arrived.append(BlockRun(found.first_block, found.stop_block, ranges, payloads, (), is_rounded))
+            if payloads is not None or restore.is_cancelled or restore.declined is not None:
+                return True
+            known = []
+        restore.num_found = num_known
+        return False
+
+    def _read_sparse(
+        self, restore: Restore, found: Reach, tiers: Sequence[Tier]
+    ) -> tuple[tuple[Bytes, ...], ...] | None:
+        """All that is needed, a part at a time; None if a block was not there after all, or nobody wants it.
+
+        It lies in memory of its own until the engine takes it: buffers that others wait for might never come back.
+        """
+        payload_bytes = restore.encoding.payload_bytes
+        places = [
+            (tier, group, index)
+            for group, of_group in enumerate(found.places)
+            for index, tier in enumerate(of_group, found.num_blocks - len(of_group))
+        ]
+        num_bytes = sum(payload_bytes[group] for _, group, _ in places)
+        blocks: dict[tuple[int, int], Bytes] = {}
+        for tier in tiers:
+            left = [(group, index) for at, group, index in places if at is tier]
+            while left:
+                if restore.is_worth is not None and not restore.is_worth(tier, found.num_blocks, num_bytes):
+                    restore.declined = tier
+                    return None
+                part, left = left[: self._run_blocks], left[self._run_blocks :]
+                groups = [group for group, _ in part]
+                keys = [block_key(restore.digests[index], group) for group, index in part]
+                buffers = [np.empty(self._buffer_bytes[group], np.uint8) for group in groups]
+                read = self._read_blocks(restore.encoding, tier, keys, groups, buffers)
+                if len(read) < len(part) or restore.is_cancelled:
+                    return None
+                blocks.update(zip(part, read, strict=True))
+                num_bytes -= sum(payload_bytes[group] for group in groups)
+                restore.num_parts += 1
+                self.notify()
+        return tuple(
+            tuple(blocks[group, index] for index in range(found.num_blocks - len(of_group), found.num_blocks))
+            for group, of_group in enumerate(found.places)
+        )
 
     def _bring_from(
         self, restore: Restore, keys: Sequence[bytes], segments: Sequence[tuple[Tier, int]], first: int
@@ -568,7 +655,10 @@ class Mover:
             buffers.append(buffer)
         whole = 0
         try:
-            payloads = self._read_blocks(restore.encoding, tier, keys, buffers) if len(buffers) == len(keys) else []
+            groups = [position % num_groups for position in range(len(keys))]
+            payloads = []
+            if len(buffers) == len(keys):
+                payloads = self._read_blocks(restore.encoding, tier, keys, groups, buffers)
             whole = len(payloads) // num_groups
         finally:
             for buffer in buffers[whole * num_groups :]:
@@ -578,23 +668,27 @@ class Mover:
         by_group = tuple(tuple(islice(payloads, group, whole * num_groups, num_groups)) for group in range(num_groups))
         is_rounded = restore.encoding.codec is not None
         used = tuple(buffers[: whole * num_groups])
-        return BlockRun(restore.first_block + index, tier.name, by_group, used, is_rounded)
+        first = restore.first_block + index
+        return BlockRun(first, first + whole, ((first, first + whole, tier.name),), by_group, used, is_rounded)
 
     def _read_blocks(
-        self, encoding: Encoding, tier: Tier, keys: Sequence[bytes], buffers: Sequence[Bytes]
+        self,
+        encoding: Encoding,
+        tier: Tier,
+        keys: Sequence[bytes],
+        groups: Sequence[int],
+        buffers: Sequence[Bytes],
     ) -> list[Bytes]:
-        """The blocks of these keys, each in its buffer, up to the first that is not there."""
-        num_groups = len(self._block_bytes)
+        """The blocks of these keys, each of its group and in its buffer, up to the first that is not there."""
         codec = encoding.codec
         if codec is None:
             payloads = tier.get_into(keys, [buffer.data for buffer in buffers])
         else:
             sizes = encoding.extent_bytes
-            extents = [np.empty(sizes[position % num_groups], np.uint8) for position in range(len(keys))]
+            extents = [np.empty(sizes[group], np.uint8) for group in groups]
             payloads = tier.get_into(keys, [extent.data for extent in extents])
         blocks: list[Bytes] = []
-        for position, (payload, buffer) in enumerate(zip(payloads, buffers, strict=True)):
-            group = position % num_groups
+        for group, payload, buffer in zip(groups, payloads, buffers, strict=True):
             if payload is None or payload.nbytes != encoding.payload_bytes[group]:
                 break
             if codec is None:
