@@ -58,6 +58,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "mirostat": st.sampled_from([0, 2]),
     "mirostat_tau": st.floats(1.0, 6.0),
     "watermark": st.fixed_dictionaries({"key": st.integers(0, 99)}),
+    "watermarking_config": st.sampled_from([{}, {"seeding_scheme": "selfhash", "greenlist_ratio": 0.5, "bias": 4.0}]),
     "synthid": st.fixed_dictionaries({"keys": st.lists(st.integers(0, 99), min_size=1, max_size=6)}),
     "remove_invalid_values": st.booleans(),
     "renormalize_logits": st.booleans(),

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, SynthIDTextWatermarkingConfig
-from transformers import WatermarkingConfig as GreenListConfig
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 
 from models.tiny import write_tokenizer
 from spolia.engine import LLM, BeamParams, ContrastiveParams, SamplingParams
@@ -64,6 +69,12 @@ CONFIGS = [
     {"max_new_tokens": 7, "num_beams": 3, "length_penalty": 0.4, "early_stopping": True, "num_return_sequences": 2},
     {"max_new_tokens": 7, "num_beams": 2, "no_repeat_ngram_size": 2, "early_stopping": "never"},
     {"max_new_tokens": 9, "do_sample": True, "top_k": 1},
+    {"max_new_tokens": 16, "eos_token_id": [256, 257], "watermarking_config": WatermarkingConfig(bias=6.0)},
+    {
+        "max_new_tokens": 16,
+        "eos_token_id": [256, 257],
+        "watermarking_config": WatermarkingConfig(seeding_scheme="selfhash", context_width=3),
+    },
     {"max_new_tokens": 9, "watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)},
 ]
 
@@ -101,7 +112,6 @@ def test_what_draws_has_transformers_defaults_and_searches_are_found():
     + [
         ({"max_length": 30, "max_new_tokens": None}, "max_length"),
         ({"num_return_sequences": 2}, "num_return_sequences"),
-        ({"watermarking_config": GreenListConfig()}, "watermarking_config"),
         ({"magic": 1}, "magic"),
         ({"repetition_penalty": -1.0}, "repetition_penalty"),
     ],

@@ -10,9 +10,10 @@ import torch
 import transformers
 
 from spolia.generation import FILTERS, PROCESSORS, History, SamplingParams, Vocabulary, Watermark, WatermarkDetector
-from spolia.generation.pipeline import build_pipeline
-from spolia.generation.processors import TransformersProcessor
-from spolia.generation.processors.candidates import Scratch, Softmax, largest
+from spolia.generation.pipeline import Asked, build_pipeline, filters_of
+from spolia.generation.processors import Depth, TransformersProcessor
+from spolia.generation.processors.candidates import Candidates, Scratch, Softmax, largest
+from spolia.generation.processors.filters import Renormalise
 
 VOCAB_SIZE = 300
 PROMPT = [5, 6, 7, 5, 6, 9, 40, 41]
@@ -157,6 +158,39 @@ def test_a_processor_does_what_transformers_does(name, seed):
     row = logits(seed)
     expected = theirs(reference(), row)
     changed = ours(row, **params)
+    assert (np.isneginf(changed) == np.isneginf(expected)).all()
+    finite = ~np.isneginf(expected)
+    np.testing.assert_allclose(changed[finite], expected[finite], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_that_differ_are_changed_at_once_as_transformers_changes_them(monkeypatch, name):
+    """Six answers to one prompt, as a request's beams are: their tokens and logits have nothing in common."""
+    rng = np.random.default_rng(len(name))
+    ids = np.stack([rng.choice(rng.integers(3, VOCAB_SIZE, 5), len(IDS)) for _ in range(6)])
+    ids[0, len(PROMPT) :] = GENERATED
+    ids[:, : len(PROMPT)] = PROMPT
+    monkeypatch.setattr(f"{__name__}.IDS_2D", torch.from_numpy(ids[:, : len(PROMPT)]))
+    params, reference = CASES[name]
+    rows = np.concatenate([logits(seed) for seed in range(6)])
+    expected = reference()(torch.from_numpy(ids), torch.from_numpy(rows.copy())).numpy()
+
+    asked = Asked(SamplingParams(**params), vocabulary(), params.get("max_tokens", 100), Depth(0, has_tied_head=False))
+    histories = [History.of(row[: len(PROMPT)], row[len(PROMPT) :], vocab_size=VOCAB_SIZE) for row in ids.tolist()]
+    changed = rows.copy()
+    for factory in PROCESSORS.values():
+        if (processor := factory(asked)) is not None:
+            processor.process(changed, histories)
+    if asked.params.renormalize_logits:
+        Renormalise().process(changed, histories)
+    for row, history in zip(changed, histories, strict=True):
+        left, scratch = Candidates.of(row), Scratch(VOCAB_SIZE)
+        for _, filter_ in filters_of(asked.params):
+            left = filter_.apply(left, history, scratch)
+        kept = slice(None) if left.ids is None else left.ids
+        scores = left.scores.copy()
+        row[:] = -np.inf
+        row[kept] = scores
     assert (np.isneginf(changed) == np.isneginf(expected)).all()
     finite = ~np.isneginf(expected)
     np.testing.assert_allclose(changed[finite], expected[finite], rtol=2e-5, atol=2e-5)

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.toy import answer, toy_engine, toy_logits
-from spolia.engine import SamplingParams
-from spolia.generation import History
+from spolia.engine import EngineConfig, SamplingParams
+from spolia.generation import History, import_processor
 from spolia.generation.processors import Logits
 from spolia.server.sampling import _ALIASES
 from spolia.server.schema import CompletionRequest
@@ -44,6 +44,7 @@ def complete(url: str, **body: Any) -> httpx.Response:
         {"temperature": 0, "dola_layers": "high"},
         {"temperature": 0, "dola_layers": [1, 4]},
         {"allowed_token_ids": [65, 66, 67], "dynatemp_range": 0.5},
+        {"watermarking_config": {"greenlist_ratio": 0.5, "bias": 5.0, "seeding_scheme": "selfhash"}},
         {"watermark": {"key": 5}, "sequence_bias": [[[65], 3.0]], "bad_words": ["A"]},
         {"filter_order": ["top_p", "temperature"], "temperature": 2.0, "top_p": 0.7},
     ],
@@ -101,6 +102,38 @@ class Only:
         left = logits[:, self._token_id].copy()
         logits[:] = -float("inf")
         logits[:, self._token_id] = left
+
+
+class Raising:
+    """Fails at the third token."""
+
+    def process(self, logits: Logits, rows: Sequence[History]) -> None:
+        if rows[0].num_generated_tokens == 2:
+            raise KeyError("colour")
+
+
+def test_a_processor_by_import_path_is_for_the_server_to_choose_and_its_failures_are_told(tmp_path, monkeypatch):
+    """What `--processor` names is imported at the start; a request names no path, and fails alone."""
+    (tmp_path / "my_words.py").write_text("from server.test_sampling_fields import Only, Raising\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = EngineConfig(processors=("only=my_words:Only", "raising=my_words:Raising"))
+    known = {name: import_processor(path) for name, _, path in (entry.partition("=") for entry in config.processors)}
+    engine = chatty_engine(processors=known)
+    with serving({"toy": engine}) as url:
+        only = [{"name": "only", "args": {"token_id": 66}}]
+        assert complete(url, logits_processors=only, max_tokens=3).json()["choices"][0]["text"] == "BBB"
+        failed = complete(url, logits_processors=["raising"])
+        assert failed.status_code == 400
+        assert "Raising failed: KeyError: 'colour'" in failed.json()["error"]["message"]
+        refused = complete(url, logits_processors=["my_words:Only"])
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "logits_processors"
+        assert "'my_words:Only'" in refused.json()["error"]["message"]
+        assert "--processor" in refused.json()["error"]["message"]
+        streamed = complete(url, logits_processors=["raising"], stream=True, stream_options={"include_usage": True})
+        assert "KeyError: 'colour'" in streamed.text
+        assert complete(url, max_tokens=3).status_code == 200
+    asyncio.run(engine.aclose())
 
 
 def test_an_own_processor_is_used_by_the_name_that_the_server_knows_it_by():

@@ -174,12 +174,14 @@ class LLM:
         request = self._engine.admission.admit(prompt, params, cache_salt=cache_salt)
         streamer.put(torch.from_numpy(request.prompt_token_ids.astype(np.int64))[None])
         outputs = []
-        for _, delta in self._run([request]):
-            for token_id in delta.token_ids:
-                streamer.put(torch.tensor([token_id]))
-            if delta.output is not None:
-                outputs.append(delta.output)
-        streamer.end()
+        try:
+            for _, delta in self._run([request]):
+                for token_id in delta.token_ids:
+                    streamer.put(torch.tensor([token_id]))
+                if delta.output is not None:
+                    outputs.append(delta.output)
+        finally:  # whoever reads it in another thread waits for that
+            streamer.end()
         return outputs[0]
 
     def beam_search(

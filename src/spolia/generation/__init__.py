@@ -17,6 +17,7 @@ from spolia.generation.params import FILTER_NAMES, MAX_LOGPROBS, SamplingParams
 from spolia.generation.pipeline import FILTERS, PROCESSORS, Pipeline, build_pipeline
 from spolia.generation.processors import (
     Depth,
+    GreenList,
     LogitsTap,
     Processor,
     SynthId,
@@ -54,6 +55,7 @@ __all__ = [
     "ContrastiveSearch",
     "Depth",
     "DraftCount",
+    "GreenList",
     "Guess",
     "Guesser",
     "Healing",

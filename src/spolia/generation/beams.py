@@ -35,7 +35,16 @@ _MAX_WORDS = 64
 _DEFAULTS = SamplingParams()
 
 NOT_WITH_BEAMS = (
-    *("mirostat", "xtc_probability", "synthid", "guidance_scale", "dola_layers", "token_healing", "context_shift"),
+    *(
+        "mirostat",
+        "xtc_probability",
+        "watermarking_config",
+        "synthid",
+        "guidance_scale",
+        "dola_layers",
+        "token_healing",
+        "context_shift",
+    ),
     *("prompt_logprobs", "max_time", "stopping_criteria", "prediction"),
 )
 """Parameters that follow one text, or tell of one."""

@@ -14,28 +14,33 @@ T = TypeVar("T")
 MAX_INT = 2**31 - 1
 
 
+def _parameter(name: str) -> str:
+    return name.partition(".")[0]
+
+
 def check_integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} is {value!r}; it must be an integer from {low} to {high}", param=name)
+        raise InvalidRequest(f"{name} is {value!r}; it must be an integer from {low} to {high}", param=_parameter(name))
     if not low <= value <= high:
-        raise InvalidRequest(f"{name} is {value}; it must be from {low} to {high}", param=name)
+        raise InvalidRequest(f"{name} is {value}; it must be from {low} to {high}", param=_parameter(name))
 
 
 def check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
     """
     Args:
+        name: of a part of a parameter: the parameter's, a dot, its own.
         above: `low` itself is not allowed.
     """
     allowed = f"above {low:g}, up to {high:g}" if above else f"from {low:g} to {high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} is {value!r}; it must be a number {allowed}", param=name)
+        raise InvalidRequest(f"{name} is {value!r}; it must be a number {allowed}", param=_parameter(name))
     if not low <= value <= high or (above and value == low):
-        raise InvalidRequest(f"{name} is {value}; it must be {allowed}", param=name)
+        raise InvalidRequest(f"{name} is {value}; it must be {allowed}", param=_parameter(name))
 
 
 def check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} is {value!r}; it must be true or false", param=name)
+        raise InvalidRequest(f"{name} is {value!r}; it must be true or false", param=_parameter(name))
 
 
 def as_tuple(name: str, value: Iterable[T]) -> tuple[T, ...]:

@@ -26,7 +26,13 @@ States = NDArray[np.float32]
 
 NOT_WITH_CONTRASTIVE = (
     *("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "top_n_sigma", "xtc_probability"),
-    *("dynatemp_range", "mirostat", "filter_order", "synthid"),  # of tokens that are drawn, and none is
+    *(
+        "dynatemp_range",
+        "mirostat",
+        "filter_order",
+        "watermarking_config",
+        "synthid",
+    ),  # of tokens that are drawn, and none is
     *("guidance_scale", "dola_layers", "token_healing", "context_shift", "prompt_logprobs", "max_time"),
     *("stopping_criteria", "prediction"),
 )

@@ -107,13 +107,8 @@ def _sampling(given: Mapping[str, Any], num_prompt_tokens: int | None) -> dict[s
     mark = given.get("watermarking_config")
     if mark is not None:
         settings = dict(mark if isinstance(mark, Mapping) else mark.to_dict())
-        if "keys" not in settings:
-            raise InvalidRequest(
-                "watermarking_config: the green lists of transformers are drawn by torch, and ours are not; use the "
-                "parameter watermark, or SynthID (keys, ngram_len)",
-                param="watermarking_config",
-            )
-        made["synthid"] = {name: value for name, value in settings.items() if name != "debug_mode"}
+        settings.pop("debug_mode", None)
+        made["synthid" if "keys" in settings else "watermarking_config"] = settings
     return made
 
 

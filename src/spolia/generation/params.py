@@ -178,6 +178,8 @@ class SamplingParams:
         structured_outputs: the form that the answer must have, a `StructuredOutput` or a mapping with one of json (a
             schema), json_object, regex, choice, grammar; see there.
         watermark: settings of a `Watermark`: ratio, bias, key, context_width; {} for the usual ones.
+        watermarking_config: settings of a `GreenList`, which is transformers' watermark and follows all filters:
+            greenlist_ratio, bias, hashing_key, seeding_scheme, context_width; {} for the usual ones.
         synthid: settings of a `SynthId`, another watermark, which follows all filters: keys, and ngram_len,
             context_history_size, sampling_table_size, sampling_table_seed, skip_first_ngram_calls.
         remove_invalid_values: logits that are no numbers do not fail the request.
@@ -262,6 +264,7 @@ class SamplingParams:
     dola_layers: str | tuple[int, ...] | None = None
     structured_outputs: StructuredOutput | None = None
     watermark: Mapping[str, Any] | None = None
+    watermarking_config: Mapping[str, Any] | None = None
     synthid: Mapping[str, Any] | None = None
     remove_invalid_values: bool = False
     renormalize_logits: bool = False
@@ -415,6 +418,8 @@ class SamplingParams:
             self._set("structured_outputs", StructuredOutput.of(self.structured_outputs))
         if self.watermark is not None:
             self._set("watermark", _watermark(self.watermark))
+        if self.watermarking_config is not None:
+            self._set("watermarking_config", _green_list(self.watermarking_config))
         if self.synthid is not None:
             self._set("synthid", _synthid(self.synthid))
         self._set("logits_processors", as_tuple("logits_processors", self.logits_processors))
@@ -450,13 +455,34 @@ def _watermark(settings: Any) -> dict[str, Any]:
             f"watermark is {settings!r}; it must be a mapping with any of {', '.join(known)}", param="watermark"
         )
     if "ratio" in settings:
-        check_number("watermark", settings["ratio"], 0.001, 0.999)
+        check_number("watermark.ratio", settings["ratio"], 0.001, 0.999)
     if "bias" in settings:
-        check_number("watermark", settings["bias"], -100.0, 100.0)
+        check_number("watermark.bias", settings["bias"], -100.0, 100.0)
     if "key" in settings:
-        check_integer("watermark", settings["key"], 0, 2**64 - 1)
+        check_integer("watermark.key", settings["key"], 0, 2**64 - 1)
     if "context_width" in settings:
-        check_integer("watermark", settings["context_width"], 1, 64)
+        check_integer("watermark.context_width", settings["context_width"], 1, 64)
+    return dict(settings)
+
+
+def _green_list(settings: Any) -> dict[str, Any]:
+    name, known = "watermarking_config", ("bias", "context_width", "greenlist_ratio", "hashing_key", "seeding_scheme")
+    if not isinstance(settings, Mapping) or not set(settings) <= set(known):
+        raise InvalidRequest(
+            f"{name} is {settings!r}; it must be a mapping with any of {', '.join(known)} (SynthID's are those of "
+            "synthid)",
+            param=name,
+        )
+    if "greenlist_ratio" in settings:
+        check_number(f"{name}.greenlist_ratio", settings["greenlist_ratio"], 0.001, 0.999)
+    if "bias" in settings:
+        check_number(f"{name}.bias", settings["bias"], -100.0, 100.0)
+    if "hashing_key" in settings:
+        check_integer(f"{name}.hashing_key", settings["hashing_key"], 0, 2**63 - 1)
+    if "context_width" in settings:
+        check_integer(f"{name}.context_width", settings["context_width"], 1, 64)
+    if (scheme := settings.get("seeding_scheme", "lefthash")) not in ("lefthash", "selfhash"):
+        raise InvalidRequest(f"{name}.seeding_scheme is {scheme!r}; it must be lefthash or selfhash", param=name)
     return dict(settings)
 
 
@@ -480,9 +506,9 @@ def _synthid(settings: Any) -> dict[str, Any]:
     if not 1 <= len(keys) <= _MAX_ROUNDS:
         raise InvalidRequest(f"synthid has {len(keys)} keys; allowed are 1 to {_MAX_ROUNDS}", param="synthid")
     for key in keys:
-        check_integer("synthid", key, -(2**63), 2**63 - 1)
+        check_integer("synthid.keys", key, -(2**63), 2**63 - 1)
     for name, (low, high) in _SYNTHID.items():
         if name in settings:
-            check_integer("synthid", settings[name], low, high)
-    check_bool("synthid", settings.get("skip_first_ngram_calls", False))
+            check_integer(f"synthid.{name}", settings[name], low, high)
+    check_bool("synthid.skip_first_ngram_calls", settings.get("skip_first_ngram_calls", False))
     return {**settings, "keys": keys}

@@ -24,6 +24,7 @@ from spolia.generation.processors import biases, filters, length, penalties
 from spolia.generation.processors.base import Filter, Logits, Processor, Telling
 from spolia.generation.processors.candidates import Candidates, Scratch
 from spolia.generation.processors.dola import Depth, Dola
+from spolia.generation.processors.green_list import GreenList
 from spolia.generation.processors.guidance import Guidance
 from spolia.generation.processors.own import own_processor
 from spolia.generation.processors.synthid import SynthId
@@ -407,8 +408,8 @@ def build_pipeline(
     if params.structured_outputs is not None:
         form = vocabulary.grammars.compile(params.structured_outputs)
         named.append(("structured_outputs", form))
-    if params.synthid is not None and params.is_greedy:  # else it follows the filters
-        named.append(("synthid", SynthId(**params.synthid)))
+    if params.is_greedy:  # else they follow the filters
+        named += _marks(params).items()
     if params.renormalize_logits:
         named.append(("renormalize_logits", filters.Renormalise()))
     is_explained = params.explain_candidates is not None
@@ -421,7 +422,17 @@ def build_pipeline(
 def _made_filters(params: SamplingParams) -> dict[str, Filter]:
     names = ("temperature", "mirostat") if params.mirostat else FILTER_NAMES
     made = {name: it for name in names if (it := FILTERS[name](params)) is not None}
-    return made if params.synthid is None else {**made, "synthid": SynthId(**params.synthid)}
+    return made | _marks(params)
+
+
+def _marks(params: SamplingParams) -> dict[str, GreenList | SynthId]:
+    """Watermarks that follow all filters."""
+    made: dict[str, GreenList | SynthId] = {}
+    if params.watermarking_config is not None:
+        made["watermarking_config"] = GreenList(**params.watermarking_config)
+    if params.synthid is not None:
+        made["synthid"] = SynthId(**params.synthid)
+    return made
 
 
 def _is_plain(params: SamplingParams) -> bool:

@@ -123,6 +123,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     negative_prompt: str | Ids | None = None
     dola_layers: str | Ids | None = None
     watermark: dict[str, Any] | None = None
+    watermarking_config: dict[str, Any] | None = None
     synthid: dict[str, Any] | None = None
     remove_invalid_values: bool | None = None
     renormalize_logits: bool | None = None

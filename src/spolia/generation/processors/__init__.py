@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from spolia.generation.processors.base import Filter, Logits, Processor
 from spolia.generation.processors.dola import Depth
+from spolia.generation.processors.green_list import GreenList
 from spolia.generation.processors.own import LogitsTap, TransformersProcessor, first_met, import_processor
 from spolia.generation.processors.synthid import SynthId, SynthIdDetector, SynthIdResult
 from spolia.generation.processors.watermark import Watermark, WatermarkDetector, WatermarkResult
@@ -14,6 +15,7 @@ from spolia.generation.processors.watermark import Watermark, WatermarkDetector,
 __all__ = [
     "Depth",
     "Filter",
+    "GreenList",
     "Logits",
     "LogitsTap",
     "Processor",

@@ -42,10 +42,11 @@ def first_met(criteria: Sequence[Callable[..., Any]], ids: NDArray[np.int32]) ->
     for criterion in criteria:
         name: str = getattr(criterion, "__name__", type(criterion).__name__)
         try:
-            if any(cls.__name__ == "StoppingCriteria" for cls in type(criterion).__mro__):
+            if _is_of_transformers(criterion, "StoppingCriteria", "StoppingCriteriaList"):
                 import torch
 
-                is_met = bool(criterion(torch.from_numpy(ids.astype(np.int64))[None], None).all())
+                # Those of old return a bool.
+                is_met = bool(torch.as_tensor(criterion(torch.from_numpy(ids.astype(np.int64))[None], None)).all())
             else:
                 is_met = bool(criterion(ids))
         except Exception as error:
@@ -64,8 +65,10 @@ def import_processor(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     try:
         return getattr(import_module(module), name)  # type: ignore[no-any-return]
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidRequest(f"{_PARAM} names {path!r}, which cannot be imported: {error}", param=_PARAM) from None
+    except Exception as error:  # the module's own, too
+        raise InvalidRequest(
+            f"{_PARAM} names {path!r}, which cannot be imported: {type(error).__name__}: {error}", param=_PARAM
+        ) from None
 
 
 def own_processor(entry: Any, known: Mapping[str, Callable[..., Any]]) -> Processor:
@@ -87,25 +90,42 @@ def own_processor(entry: Any, known: Mapping[str, Callable[..., Any]]) -> Proces
         if ":" not in entry and entry not in known:
             names = f"; known are {', '.join(known)}" if known else ": this engine knows none"
             raise InvalidRequest(f"{_PARAM} names {entry!r}, which is not known{names}", param=_PARAM)
-        made = _make(import_processor(entry) if ":" in entry else known[entry], arguments)
+        made = _make(entry, import_processor(entry) if ":" in entry else known[entry], arguments)
     elif inspect.isclass(entry) or inspect.isfunction(entry):
-        made = _make(entry, arguments)
+        made = _make(entry, entry, arguments)
     else:
         made = entry
-    if isinstance(made, Processor):
+    if isinstance(made, Processor) and not inspect.isclass(made):
         return made
-    if callable(made):
+    if callable(made) and not inspect.isclass(made):
         return TransformersProcessor(made)
-    raise InvalidRequest(f"{_PARAM} holds {made!r}, which is no processor: it has no method `process`", param=_PARAM)
+    raise InvalidRequest(
+        f"{_PARAM} holds {entry!r}, which is or makes {made!r}: no processor, as it has no method `process`",
+        param=_PARAM,
+    )
 
 
-def _make(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def _make(entry: Any, found: Any, arguments: Mapping[str, Any]) -> Any:
+    """What `found`, a processor or one's maker, makes of the arguments."""
+    is_made = not inspect.isclass(found) and isinstance(found, Processor)
+    if is_made or not callable(found) or _is_of_transformers(found, "LogitsProcessor"):
+        if arguments:
+            raise InvalidRequest(
+                f"{_PARAM}: {entry!r} is no class or function, and takes no {dict(arguments)!r}", param=_PARAM
+            )
+        return found
     try:
-        return factory(**arguments)
+        return found(**arguments)
     except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{_PARAM}: {entry!r} does not take {dict(arguments)!r}: {error}", param=_PARAM) from None
+    except Exception as error:  # the user's own
         raise InvalidRequest(
-            f"{_PARAM}: {factory!r} does not take {dict(arguments)!r}: {error}", param=_PARAM
+            f"{_PARAM}: {entry!r} failed at {dict(arguments)!r}: {type(error).__name__}: {error}", param=_PARAM
         ) from None
+
+
+def _is_of_transformers(thing: object, *names: str) -> bool:
+    return any(cls.__name__ in names for cls in type(thing).__mro__)
 
 
 class LogitsTap:
