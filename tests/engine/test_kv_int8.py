@@ -27,22 +27,25 @@ def model(tmp_path_factory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", LLAMA, llama_tensors("Q8_0"))
 
 
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory) -> Path:
-    """Random weights, and in each head of K one channel that is thousands in every token, as a bias makes it."""
+def write_hostile(path: Path, size: float = 5_000.0) -> Path:
+    """Random weights, and in each head of K one channel that is `size` in every token, as a bias makes it."""
     bias = np.zeros(KV_HEADS * HEAD_DIM, np.float32)
-    bias[HEAD_DIM - 1 :: HEAD_DIM] = 5_000.0  # of the slowest rotation: it stays one channel
+    bias[HEAD_DIM - 1 :: HEAD_DIM] = size  # of the slowest rotation: it stays one channel
     tensors = llama_tensors("F32")
     for layer in range(LAYERS):
-        for name, size in (("q", len(bias) * 4), ("k", len(bias)), ("v", len(bias))):
-            values = bias if name == "k" else np.zeros(size, np.float32)
+        for name, count in (("q", len(bias) * 4), ("k", len(bias)), ("v", len(bias))):
+            values = bias if name == "k" else np.zeros(count, np.float32)
             tensors[f"blk.{layer}.attn_{name}.bias"] = quantize(values, "F32", f"blk.{layer}.attn_{name}.bias")
     for name, weight in tensors.items():  # what attention finds decides the next token
         if name.endswith("norm.weight"):
             tensors[name] = quantize(np.ones(weight.shape, np.float32), "F32", name)
     metadata = {key.replace("llama.", "qwen2."): value for key, value in LLAMA.items()}
-    path = tmp_path_factory.mktemp("model") / "hostile.gguf"
     return write_gguf(path, {**metadata, "general.architecture": "qwen2"}, tensors)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory) -> Path:
+    return write_hostile(tmp_path_factory.mktemp("model") / "hostile.gguf")
 
 
 def divergence(path: Path, kv_dtype) -> float:
