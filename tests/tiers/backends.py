@@ -49,6 +49,13 @@ def object_backend(_: Path, __: int | None) -> Iterator[StorageBackend]:
 @contextmanager
 def s3_url() -> Iterator[str]:
     """A new bucket, and an environment to reach it."""
+    with s3_store() as (_, url):
+        yield url
+
+
+@contextmanager
+def s3_store() -> Iterator[tuple[ThreadedMotoServer, str]]:
+    """Likewise, and its server."""
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -64,7 +71,7 @@ def s3_url() -> Iterator[str]:
     try:
         bucket = f"bucket{next(_numbers)}"
         assert httpx.put(f"http://{host}:{port}/{bucket}").status_code == 200
-        yield f"s3://{bucket}/kv"
+        yield server, f"s3://{bucket}/kv"
     finally:
         server.stop()
         for name, value in before.items():

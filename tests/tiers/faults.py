@@ -19,6 +19,7 @@ class FaultyBackend:
         delay_s: each call takes so long.
         bytes_per_s: how fast values are read; None: at once.
         damage: flips a bit of each value read.
+        is_full: nothing more is taken.
     """
 
     def __init__(self) -> None:
@@ -27,6 +28,7 @@ class FaultyBackend:
         self.delay_s = 0.0
         self.bytes_per_s: float | None = None
         self.damage = False
+        self.is_full = False
         self.calls: list[str] = []
         self._open = threading.Event()
         self._open.set()
@@ -66,6 +68,8 @@ class FaultyBackend:
 
     def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> list[bool]:
         self._enter("put")
+        if self.is_full:
+            return [False] * len(keys)
         self.values.update((key, bytes(value)) for key, value in zip(keys, values, strict=True))
         return [True] * len(keys)
 
@@ -79,6 +83,7 @@ class FaultyBackend:
         return [key in self.values for key in keys]
 
     def health(self) -> Health:
+        self._enter("health")
         return Health(len(self.values), sum(map(len, self.values.values())), None)
 
     def close(self) -> None:

@@ -124,6 +124,33 @@ def test_a_backend_that_is_closed_is_asked_nothing_more(tier, backend, monkeypat
     assert held.num_entries == 2
 
 
+@pytest.mark.parametrize("trouble", ["hangs", "fails"])
+def test_a_backend_that_cannot_be_closed_holds_nobody_up(trouble, caplog):
+    never = threading.Event()
+
+    class Stubborn(FaultyBackend):
+        def close(self):
+            if trouble == "fails":
+                raise ConnectionResetError("gone already")
+            never.wait()
+
+    Tier("test", Stubborn(), stall_s=0.05).close()
+    assert ("gone already" in caplog.text) == (trouble == "fails")
+    never.set()
+
+
+def test_what_had_no_room_is_counted_and_told_once_until_there_is_room(tier, backend, caplog):
+    backend.is_full = True
+    for _ in range(2):
+        assert tier.put(keys_of(2), values_of(2)) == 0
+    assert (tier.state, tier.stats.num_no_room) == (TierState.UP, 4)
+    assert "it is full" in tier.stats.reason
+    assert caplog.text.count("it is full") == 1
+    backend.is_full = False
+    assert tier.put(keys_of(2), values_of(2)) == 2
+    assert tier.stats.reason == ""
+
+
 def test_memory_that_was_given_back_is_held_no_more():
     tier = Tier("host", HostBackend(10 * SIZE))
     assert tier.put(keys_of(2), values_of(2)) == 2

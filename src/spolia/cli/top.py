@@ -88,6 +88,8 @@ def frame(live: Mapping[str, Any], earlier: Mapping[str, Any] | None, interval_s
         found, asked = tier["num_hits"], tier["num_hits"] + tier["num_misses"]
         of = f" of {size_text(size)}" if size else ""
         lines.append(f"{tier['name']:<9} {bar} {size_text(held)}{of}  {found} of {asked} blocks found{state}")
+        if tier["reason"]:
+            lines.append(f"{'':<9} {tier['reason']}")
     sources = sorted(tokens["by_source"].items(), key=lambda item: -item[1])
     lines += ["", "prompt tokens from:  " + "  ".join(f"{source} {count}" for source, count in sources)]
     missed = sorted(tokens["missed"].items(), key=lambda item: -item[1])

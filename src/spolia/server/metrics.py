@@ -328,6 +328,18 @@ _FAMILIES = (
         "direction",
     ),
     _tier("counter", "spolia_tier_failures", "Calls to a tier that failed.", lambda tier: [((), tier.num_failures)]),
+    _tier(
+        "counter",
+        "spolia_tier_no_room_blocks",
+        "Blocks that a tier did not take because it is full.",
+        lambda tier: [((), tier.num_no_room)],
+    ),
+    _tier(
+        "gauge",
+        "spolia_tier_read_bytes_per_second",
+        "How fast a tier has been read of late.",
+        lambda tier: [((), tier.read_bytes_per_s)],
+    ),
     _counter("spolia_evictions", "Blocks given up to make room.", lambda now: now.cache.num_evicted_blocks),
     _counter(
         "spolia_evicted_tokens",

@@ -90,7 +90,12 @@ class HostBackend:
                 self._num_bytes -= len(extent)
             if self.on_evict is not None:
                 self.on_evict(old_key, extent.data)
-        kept = np.frombuffer(value, np.uint8).copy()
+        try:
+            kept = np.frombuffer(value, np.uint8).copy()
+        except MemoryError:  # there is less than was promised
+            with self._lock:
+                self._num_bytes -= len(value)
+            raise
         with self._lock:
             if key in self._extents:  # somebody else was quicker
                 self._num_bytes -= len(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -131,6 +132,7 @@ class ObjectBackend:
 
 
 _FOLDER = "spolia-kv-1"
+_TOLD = re.compile("<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
 
 
 def _path(key: bytes) -> str:
@@ -138,5 +140,7 @@ def _path(key: bytes) -> str:
 
 
 def _unavailable(error: Exception) -> StorageUnavailable:
-    reason = str(error).strip().splitlines() or [type(error).__name__]
-    return StorageUnavailable(f"the object store fails: {reason[0]}")
+    text = str(error).strip()
+    told = _TOLD.search(text)  # what S3 says of it stands behind much about the attempt
+    reason = f"{told[1]}: {told[2]}" if told else (text.splitlines() or [type(error).__name__])[0]
+    return StorageUnavailable(f"the object store fails: {reason}")

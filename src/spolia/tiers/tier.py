@@ -32,6 +32,8 @@ _LAST_RETRY_S = 60.0
 _EXISTS_BATCH = 64
 """Most prompts are unknown from some point on: asking for all of them at once would be in vain."""
 
+_FULL = "it is full, and drops nothing to take more: give it more room, or have it drop what is old"
+
 _MAX_KNOWN = 1 << 16
 """Keys that a tier remembers to have: what it knows need not be offered to it again."""
 
@@ -51,9 +53,10 @@ class TierStats:
     """A tier at this moment; counters only grow.
 
     Attributes:
-        reason: why it is not up; "" if it is.
+        reason: why it is not up, or takes nothing; "" if all is well.
         num_hits, num_misses: blocks that were asked for.
         num_refused: blocks that came back other than they were stored, and were dropped.
+        num_no_room: blocks that it did not take because it is full and drops nothing.
         num_failures: calls that failed.
         read_bytes_per_s: as measured, verification included; None before the first read.
     """
@@ -65,6 +68,7 @@ class TierStats:
     num_hits: int
     num_misses: int
     num_refused: int
+    num_no_room: int
     num_failures: int
     num_read_bytes: int
     num_written_bytes: int
@@ -105,12 +109,13 @@ class Tier:
         self._reason = ""
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._num_forgettings = 0
-        self._num_hits = self._num_misses = self._num_refused = self._num_failures = 0
+        self._is_full = False
+        self._has_stalled = False  # and that has been told
+        self._num_hits = self._num_misses = self._num_refused = self._num_no_room = self._num_failures = 0
         self._num_read_bytes = self._num_written_bytes = 0
         self._read_bytes_per_s: float | None = None
         self._health = Health(None, None, None)
-        with self._call():  # a backend that is away from the start is seen at once
-            pass
+        self._in_time(self._look)  # a backend that is away from the start is seen at once
 
     @property
     def state(self) -> TierState:
@@ -126,16 +131,35 @@ class Tier:
         """Whether there is any point in asking: it is up, or it is time to try again."""
         with self._lock:
             state = self._state()
-            return state is TierState.UP or (
+            is_news = state is TierState.STALLED and not self._has_stalled
+            self._has_stalled |= is_news
+            is_usable = state is TierState.UP or (
                 state is TierState.DOWN and self._retry_s is not None and self._clock() >= self._retry_s
             )
+        if is_news:
+            logger.warning("tier=%s hangs, requests go on without it until its call returns", self.name)
+        return is_usable
 
     def probe(self) -> None:
         """Write, read and delete something, to see whether all of that works.
 
         Raises:
-            StorageUnavailable: it does not; says why.
+            StorageUnavailable: it does not, or not in time; says why.
         """
+        trouble: list[StorageUnavailable] = []
+
+        def look() -> None:
+            try:
+                self._probe()
+            except StorageUnavailable as error:
+                trouble.append(error)
+
+        if not self._in_time(look):
+            raise StorageUnavailable(f"tier {self.name} does not work: it has not answered for {self._stall_s:g} s")
+        if trouble:
+            raise trouble[0]
+
+    def _probe(self) -> None:
         token_ids = bytes(4 * BLOCK_SIZE)
         parent = root_digest(namespace := os.urandom(DIGEST_BYTES))
         header = ExtentHeader(namespace, parent, link(parent, token_ids), 0, 0, token_ids, "probe", 64)
@@ -206,6 +230,7 @@ class Tier:
             self._note_read(keys, payloads, refused, self._clock() - started_s, num_forgettings)
             if refused:
                 self.backend.delete(refused)
+                self.forget(refused)  # who has offered it meanwhile takes it for there
         return payloads
 
     def hand_down(self, take: Callable[[bytes, Buffer], object] | None) -> None:
@@ -231,12 +256,19 @@ class Tier:
                 return 0
             for extent in extents:
                 self._sealer.seal(extent)
+            num_forgettings = self._num_forgettings
             taken = self.backend.put(keys, extents)
             with self._lock:
                 for key, extent, is_taken in zip(keys, extents, taken, strict=True):
                     if is_taken:
                         self._num_written_bytes += len(extent)
-                        self._learn(key)
+                        if num_forgettings == self._num_forgettings:  # else it may have been deleted meanwhile
+                            self._learn(key)
+                self._num_no_room += len(taken) - sum(taken)
+                was_full, self._is_full = self._is_full, bool(taken) and not any(taken)
+                is_news = self._is_full and not was_full
+            if is_news:
+                logger.warning("tier=%s took none of %d blocks: %s", self.name, len(taken), _FULL)
             return sum(taken)
         return 0
 
@@ -270,6 +302,8 @@ class Tier:
             if state is TierState.STALLED:
                 waited_s = self._clock() - min(self._calls.values())
                 reason = f"a call has not returned for {waited_s:.0f} s"
+            elif self._is_full and not reason:
+                reason = _FULL
             return TierStats(
                 name=self.name,
                 state=state,
@@ -278,6 +312,7 @@ class Tier:
                 num_hits=self._num_hits,
                 num_misses=self._num_misses,
                 num_refused=self._num_refused,
+                num_no_room=self._num_no_room,
                 num_failures=self._num_failures,
                 num_read_bytes=self._num_read_bytes,
                 num_written_bytes=self._num_written_bytes,
@@ -288,12 +323,29 @@ class Tier:
         """Let go of the backend, which may forget what it has: nothing is taken for there any more."""
         with self._lock:
             self._known.clear()
-        self.backend.close()
+        self._in_time(self._close)
         if isinstance(self.backend, HostBackend):  # others have what they had, and are not asked when they are closed
             with self._lock:
                 self._health = self.backend.health()
 
     # -- Parts ---------------------------------------------------------------------------------------------------------
+
+    def _in_time(self, act: Callable[[], object]) -> bool:
+        """Do something that somebody waits for; False if it hangs: a backend need have no limit of its own."""
+        thread = threading.Thread(target=act, name=f"spolia-{self.name}-look", daemon=True)
+        thread.start()
+        thread.join(self._stall_s)
+        return not thread.is_alive()
+
+    def _look(self) -> None:
+        with self._call():
+            pass
+
+    def _close(self) -> None:
+        try:
+            self.backend.close()
+        except Exception as error:
+            logger.warning("tier=%s was not closed: %s: %s", self.name, type(error).__name__, error)
 
     @contextmanager
     def _call(self) -> Iterator[bool]:
@@ -335,7 +387,8 @@ class Tier:
 
     def _note_success(self, health: Health) -> None:
         with self._lock:
-            was_down = self._retry_s is not None
+            was_down = self._retry_s is not None or self._has_stalled
+            self._has_stalled = False
             self._retry_s = None
             self._backoff_s = _FIRST_RETRY_S
             self._reason = ""

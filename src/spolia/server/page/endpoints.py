@@ -106,6 +106,7 @@ def _shown(served: ServedModel, view: CacheView, stats: CacheStats, running: Seq
             {
                 "name": tier.name,
                 "state": tier.state.value,
+                "reason": tier.reason,
                 "num_bytes": tier.health.num_bytes,
                 "capacity_bytes": tier.health.capacity_bytes,
                 "num_hits": tier.num_hits,

@@ -204,7 +204,7 @@ function drawMisses({ missed }) {
 function drawTiers(tiers) {
   if (!tiers.length) { byId("tiers").replaceChildren(element("p", { class: "hint" }, "None: KV is in memory only. --kv-disk, --kv-host and --kv-remote add some.")); return; }
   rows(byId("tiers"), "Tiers: how full they are, and how many blocks were found there", tiers.map((tier) => ({
-    words: tier.state === "up" ? tier.name : `${tier.name}, ${tier.state}`,
+    words: [tier.name, ...(tier.state === "up" ? [] : [tier.state]), ...(tier.reason ? [tier.reason] : [])].join(", "),
     share: tier.capacity_bytes ? (tier.num_bytes ?? 0) / tier.capacity_bytes : 0,
     kind: "k-tier",
     figures: [bytes(tier.num_bytes), `${whole(tier.num_hits)} of ${whole(tier.num_hits + tier.num_misses)} found`],
