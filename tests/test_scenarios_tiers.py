@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.toy import GREEDY, answer, run, submit, toy_answer, toy_engine
+from engine.toy import GREEDY, answer, run, submit, toy_answer, toy_engine, until
 from spolia.engine import Engine, SamplingParams, SessionStore, SessionTurn
 from spolia.engine.kv_files import put_in, take_out
 from spolia.engine.session_files import SessionFiles
@@ -142,10 +142,7 @@ def test_a_client_that_goes_while_its_restore_is_in_flight_gives_all_blocks_back
         engine.core.step()
         engine.core.abort(request.request_id)
         engine.core.step()
-    deadline_s = time.monotonic() + 20
-    while not engine.core.tiering.tiers.mover._reads.has_room(1 << 62):  # there is, only if nothing is lent
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    until(lambda: engine.core.tiering.tiers.mover._reads.has_room(1 << 62))  # there is, only if nothing is lent
     (ledger,) = engine.core.cache.ledger()
     assert ledger.leased == 0
     backend.delay_s = 0.0

@@ -67,7 +67,7 @@ def test_a_reader_that_is_behind_gets_everything_in_one_delta():
     async def test(engine, core):
         stream = engine.generate([1], GREEDY)
         await until(lambda: engine.stats.counters.num_finished)
-        await asyncio.sleep(0.01)
+        await engine.call(lambda _: None)  # comes after all that has been handed out
         deltas = [delta async for delta in stream]
         assert len(deltas) == 1
         assert deltas[0].token_ids == deltas[0].output.token_ids
@@ -143,9 +143,9 @@ def test_a_bad_request_raises_at_the_call():
 def test_who_asks_for_a_call_and_leaves_before_its_turn_harms_nobody():
     async def check():
         async with AsyncEngine(toy_engine()) as engine:
-            gate = threading.Event()
-            calls = [asyncio.ensure_future(engine.call(lambda _: gate.wait(30))) for _ in range(3)]
-            await asyncio.sleep(0.05)
+            has_begun, gate = threading.Event(), threading.Event()
+            calls = [asyncio.ensure_future(engine.call(lambda _: (has_begun.set(), gate.wait(30)))) for _ in range(3)]
+            await until(has_begun.is_set)  # one runs, two wait
             for call in calls:
                 call.cancel()
             gate.set()

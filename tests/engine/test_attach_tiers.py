@@ -230,7 +230,8 @@ def test_tiers_come_and_go_under_traffic_and_every_answer_is_right(llm):
         for _ in range(8):
             llm.attach_tier(TierUse(Tier("remote", backend)))
             llm.attach_tier(TierUse(Tier("host", HostBackend(100_000)), "write_back", is_exclusive=True), index=0)
-            time.sleep(0.05)
+            for seed in range(3):  # while all three are there
+                ask(llm, seed)
             llm.detach_tier("host")
             llm.detach_tier("remote")
     assert names(llm) == []

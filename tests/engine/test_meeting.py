@@ -12,7 +12,7 @@ from spolia.errors import StorageUnavailable
 from spolia.tiers import Tier
 from tiers.faults import FaultyBackend
 
-from .toy import GREEDY, answer, run, submit, toy_answer, toy_engine
+from .toy import GREEDY, answer, run, submit, toy_answer, toy_engine, until
 
 rng = random.Random(5)
 PROMPT = [rng.randrange(256) for _ in range(290)]  # 18 whole blocks and 2 tokens
@@ -49,20 +49,12 @@ def begin(engine: Engine, prompt=PROMPT, params=GREEDY):
     """Submit, and step until the first part is computed; the request and its meeting."""
     request = submit(engine, prompt, params)
     tiering = engine.core.tiering
-    deadline_s = time.monotonic() + 20
-    while request.request_id not in tiering.meetings._meetings:
-        assert time.monotonic() < deadline_s
-        if engine.core.idle_s != 0:
-            time.sleep(0.001)  # a loop that never sleeps would starve the reader, which then is not waited for
-        engine.core.step()
+    until(lambda: request.request_id in tiering.meetings._meetings, engine.core.step)
     return request, tiering.meetings._meetings[request.request_id]
 
 
 def wait_until_read(meeting) -> None:
-    deadline_s = time.monotonic() + 20
-    while not meeting.restore.is_done:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+    until(lambda: meeting.restore.is_done)
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 40)])

@@ -18,7 +18,7 @@ from spolia.kvcache import namespace_key
 from spolia.tiers import AesGcm, FolderBackend, HostBackend, KeyChain, StorageBackend, Tier, TierState, TierUse
 from tiers.faults import FaultyBackend
 
-from .toy import ROUNDED, ToyCodec, answer, run, submit, toy_answer, toy_engine
+from .toy import ROUNDED, ToyCodec, answer, run, submit, toy_answer, toy_engine, until
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -126,13 +126,14 @@ def test_what_an_operator_waits_for_comes_up_while_requests_run(tmp_path):
     engine.core.step()
     transfers = engine.core.tiering.transfers
     guess, wish = transfers.bring(namespace, CONVERSATION), transfers.bring(namespace, CONVERSATION, may_evict=True)
-    deadline_s = time.monotonic() + 60
-    while not wish.done() and time.monotonic() < deadline_s:
+
+    def go_on() -> None:
         assert not guess.done()
         if not engine.core.stats.num_running:
             submit(engine, [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=200))
         engine.core.step()
-        time.sleep(0.001)
+
+    until(wish.done, go_on)
     assert wish.result(0) == 288
     saved(engine)
 
@@ -303,7 +304,8 @@ def test_aborting_while_a_restore_is_under_way_leaves_nothing_behind():
     assert delta.output.finish_reason == "abort"
     assert not engine.core.has_work
     backend.resume()
-    time.sleep(0.05)
+    (tier,) = engine.core.tiering.tiers.mover.tiers
+    until(lambda: not tier._calls)  # what was read has arrived, and nobody wants it
     engine.core.step()
     assert engine.core.stats.num_waiting == 0
     assert engine.core.cache.ledger()[0].leased == 0
@@ -336,12 +338,8 @@ def test_a_tier_that_hangs_holds_up_no_other_and_a_prompt_that_is_asked_again_wa
     hanging.hang()
     for _ in range(3):
         answer(engine, CONVERSATION)
-    deadline_s = time.monotonic() + 60
     num_blocks = (len(CONVERSATION) + 7) // BLOCK_SIZE
-    while len(other.values) < num_blocks and time.monotonic() < deadline_s:
-        engine.core.step()
-        time.sleep(0.001)
-    assert len(other.values) == num_blocks
+    until(lambda: len(other.values) == num_blocks, engine.core.step)
     assert engine.core.tiering.tiers.offloader.num_waiting <= num_blocks
     hanging.resume()
     saved(engine)
@@ -587,7 +585,9 @@ def test_best_effort_uses_what_arrived_while_the_request_queued():
     submit(engine, [9] * 40, SamplingParams(temperature=0.0, max_tokens=200))
     engine.core.step()
     request = submit(engine, CONVERSATION)
-    time.sleep(0.2)
+    restore = engine.core.tiering.restores._held[request.request_id].restore
+    assert restore is not None
+    until(lambda: restore.is_done)
     output = run(engine)[request.request_id]
     assert_right(output, CONVERSATION)
     assert output.num_restored_tokens == {"disk": 288}
@@ -624,8 +624,7 @@ def test_the_planner_computes_what_a_slow_tier_would_take_longer_to_bring():
     output = answer(engine, CONVERSATION)
     assert_right(output, CONVERSATION)
     assert output.num_cached_tokens < 288
-    while engine.core.stats.tiers[0].read_bytes_per_s is None:
-        time.sleep(0.01)  # the run that came too late
+    until(lambda: engine.core.stats.tiers[0].read_bytes_per_s is not None)  # the run that came too late
     num_reads = backend.calls.count("get_into")
     engine.core.cache.clear()
     assert_right(answer(engine, CONVERSATION), CONVERSATION)

@@ -290,6 +290,15 @@ def toy_engine(
     return Engine(model=model, config=config, admission=admission, core=core, fingerprint="toy", sizes=sizes)
 
 
+def until(condition: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Wait for what other threads bring about."""
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come true within a minute"
+        meanwhile()
+        time.sleep(0.001)
+
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 _ids = count()
 

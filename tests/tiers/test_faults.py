@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from engine.test_tiering import CONVERSATION, assert_right, settle, tokens
-from engine.toy import GREEDY, answer, submit, toy_answer, toy_engine
+from engine.toy import GREEDY, answer, submit, toy_answer, toy_engine, until
 from spolia.engine import LLM, Engine, RequestOutput
 from spolia.errors import StorageUnavailable
 from spolia.server.metrics import Reading, _EngineCollector
@@ -69,14 +69,6 @@ def watched(backend: StorageBackend, threads: set[int]) -> StorageBackend:
     for name in ("exists", "get_into", "put", "delete", "touch", "health"):
         setattr(backend, name, noting(getattr(backend, name)))
     return backend
-
-
-def until(condition: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> None:
-    deadline_s = time.monotonic() + 2 * LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        meanwhile()
-        time.sleep(0.001)
 
 
 def all_right(engine: Engine, prompts: Sequence[Sequence[int]], meanwhile: Callable[[], object]) -> list[RequestOutput]:

