@@ -410,6 +410,17 @@ def test_pins_have_a_quota_and_share_what_they_share():
     assert cache.pin(NS, np.arange(40)) is not None  # nothing new
     assert cache.pin(NS, np.append(np.arange(32), np.arange(500, 540))) is None
     assert cache.pin(NS, np.append(np.arange(32), np.arange(500, 516))) is not None
+
+
+def test_pins_that_take_no_room_are_bounded_too(monkeypatch):
+    monkeypatch.setattr("spolia.kvcache.pins._MAX_PINS", 3)
+    cache, _ = make(num_blocks=8)
+    made = [cache.pin(NS, []) for _ in range(4)]
+    assert [pin is not None for pin in made] == [True, True, True, False]
+    assert cache.pin(NS, [], pin_id=made[0].id, label="again") is not None  # in its own place
+    assert [pin.label for pin, _ in cache.pinned()] == ["", "", "again"]
+    assert cache.unpin(made[1].id)
+    assert cache.pin(NS, []) is not None
     assert len(cache.pins()) == 3
     cache.check()
 

@@ -556,18 +556,26 @@ class KVCache:
             self._evictor.trim(owner, max(0, owner.quota_tokens - num_new_tokens))
 
     def pin(
-        self, namespace: bytes, token_ids: ArrayLike, ttl_s: float | None = None, *, pin_id: int | None = None
+        self,
+        namespace: bytes,
+        token_ids: ArrayLike,
+        ttl_s: float | None = None,
+        *,
+        pin_id: int | None = None,
+        label: str = "",
     ) -> Pin | None:
         """Let what is cached of these tokens go last of all: only if a running sequence could not go on otherwise.
 
         Args:
             ttl_s: seconds until it is lifted by itself; None: never.
             pin_id: of a pin that this one takes the place of, here or in the cache before this one; None: it is new.
+            label: kept with it.
 
         Returns:
-            The pin, to be lifted by its id; None if it would exceed the quota, `pin_share` of the smallest pool.
+            The pin, to be lifted by its id; None if it would exceed the quota, `pin_share` of the smallest pool, or if
+            there are thousands.
         """
-        return self._pins.pin(namespace, _as_ids(token_ids), ttl_s, pin_id)
+        return self._pins.pin(namespace, _as_ids(token_ids), ttl_s, pin_id, label)
 
     def unpin(self, pin_id: int) -> bool:
         """Lift a pin; False if there is none of that id."""

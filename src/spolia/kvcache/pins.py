@@ -10,6 +10,9 @@ from .retention import Retention
 
 __all__ = ["Pin", "Pins"]
 
+_MAX_PINS = 4_096
+"""A pin on what is pinned, or on nothing, takes no tokens of the quota, but memory all the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pin:
@@ -18,12 +21,14 @@ class Pin:
     Attributes:
         num_tokens: so many it holds: of what was cached when it was made, what no running sequence needed the room of.
         until: by the cache's clock; None: until it is lifted.
+        label: whatever whoever made it will want to know of it.
     """
 
     id: int
     namespace: bytes
     num_tokens: int
     until: float | None
+    label: str = ""
 
 
 class Pins:
@@ -44,14 +49,15 @@ class Pins:
         """Change the quota. Pins that hold go on holding."""
         self._quota_tokens = quota_tokens
 
-    def pin(self, namespace: bytes, ids: Ids, ttl_s: float | None, pin_id: int | None) -> Pin | None:
+    def pin(self, namespace: bytes, ids: Ids, ttl_s: float | None, pin_id: int | None, label: str) -> Pin | None:
         """See `KVCache.pin`."""
         self.lift_expired()
         if pin_id is not None:
             self.lift(pin_id)
         path, length = self._tree.match(namespace, ids)
         num_pinned = max((min(node.end, length) for node in path if node.standing.pins), default=0)
-        if self._retention.num_pinned_tokens + length - num_pinned > self._quota_tokens:
+        num_tokens = self._retention.num_pinned_tokens + length - num_pinned
+        if num_tokens > self._quota_tokens or len(self._held) >= _MAX_PINS:
             return None
         if path:
             self._tree.split_path(path[-1], length)
@@ -59,7 +65,7 @@ class Pins:
         number = self._num_made + 1 if pin_id is None else pin_id
         self._num_made = max(self._num_made, number)
         until = None if ttl_s is None else self._retention.clock() + ttl_s
-        pin = Pin(number, namespace, length, until)
+        pin = Pin(number, namespace, length, until, label)
         for node in path:
             self._retention.set_pins(node, node.standing.pins | {pin.id})
         self._held[pin.id] = pin, ids[:length].copy()

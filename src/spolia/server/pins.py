@@ -49,7 +49,6 @@ class Pins:
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
-        self._salts: dict[bytes, str] = {}  # of the namespaces that have pins: they do not tell their own
         self._kept: dict[ServedModel, list[_Kept]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -60,10 +59,12 @@ class Pins:
             Overloaded: pins have no room for it.
         """
         namespace = served.engine.namespace(cache_salt)
-        pin = await served.engine.call(lambda core: core.cache.pin(namespace, token_ids, ttl_s))
+        # Its label is the salt, which a namespace does not tell.
+        pin = await served.engine.call(lambda core: core.cache.pin(namespace, token_ids, ttl_s, label=cache_salt))
         if pin is None:
-            raise Overloaded("pins may take half of the cache, and with this one they would take more; lift others")
-        self._salts[namespace] = cache_salt
+            raise Overloaded(
+                "pins may take half of the cache, and be a few thousand; with this one they would be more: lift others"
+            )
         return pin
 
     async def leave(self, served: ServedModel, engine: AsyncEngine) -> None:
@@ -73,9 +74,7 @@ class Pins:
             SpoliaError: it has failed, and can tell nothing.
         """
         pinned = await engine.call(lambda core: core.cache.pinned())
-        salts = self._salts
-        kept = [_Kept(pin.id, salts[pin.namespace], ids, pin.until) for pin, ids in pinned if pin.namespace in salts]
-        self._kept[served] = kept
+        self._kept[served] = [_Kept(pin.id, pin.label, ids, pin.until) for pin, ids in pinned]
 
     async def put_again(self, served: ServedModel) -> None:
         """Its next engine is there: its pins are, too, and hold what they held as soon as that is there again."""
@@ -112,7 +111,8 @@ class Pins:
             there = await engine.call(lambda core: core.cache.pins(namespace))
             if kept.id not in [pin.id for pin in there]:
                 return
-        self._salts[namespace] = kept.cache_salt
-        pin = await engine.call(lambda core: core.cache.pin(namespace, kept.token_ids, ttl_s, pin_id=kept.id))
+        pin = await engine.call(
+            lambda core: core.cache.pin(namespace, kept.token_ids, ttl_s, pin_id=kept.id, label=kept.cache_salt)
+        )
         if pin is None:
             log_fields(logger, "pin lifted", {"model": served.name, "pin": kept.id, "reason": "the cache is smaller"})
