@@ -170,8 +170,9 @@ class TileWorker {
   static constexpr int64_t kPack = K::kPack, kParts = K::kParts;
 
  public:
-  TileWorker(const AttendShape& shape, const AttendStep& step, const Plan& plan, const Item& item, uint8_t* scratch)
-      : shape_(shape), step_(step), plan_(plan), item_(item), scratch_(shape, scratch), layout_(layout_of<K>(shape)),
+  // `next`: the item that this thread is likely to do next, or null.
+  TileWorker(const AttendShape& shape, const AttendStep& step, const Plan& plan, const Item& item, const Item* next, uint8_t* scratch)
+      : shape_(shape), step_(step), plan_(plan), item_(item), next_(next), scratch_(shape, scratch), layout_(layout_of<K>(shape)),
         rows_(plan.tile_rows + item.tile_begin), group_(shape.num_heads / shape.num_kv_heads),
         ld_(record_floats(shape)), ld_q_(layout_.width),
         takes_matrix_(takes_matrix<K>(shape)), unit_(takes_matrix_ ? kBlock : kPack) {}
@@ -190,6 +191,7 @@ class TileWorker {
     pack_q();
     for (int64_t split = item_.split_begin; split < item_.split_end; ++split) {
       if (!enter(split)) continue;
+      foresee(split);
       score();
       for (int64_t r = row_begin_; r < row_end_; ++r)
         for (int64_t g = 0; g < group_; ++g) soften(r, r * group_ + g);
@@ -257,6 +259,22 @@ class TileWorker {
       v_blocks_[b] = reinterpret_cast<const Elem*>(kv + layout_.k_bytes);
     }
     return true;
+  }
+
+  // Find the K of the split that this thread meets next, which is asked for beside V of this one; not where so many heads meet it
+  // that memory keeps up by itself.
+  void foresee(int64_t split) {
+    std::memset(next_k_, 0, sizeof next_k_);
+    const bool goes_on = split + 1 < item_.split_end;
+    if ((!goes_on && !next_) || item_.num_rows * group_ > 2 * kTileRows) return;
+    const Item& item = goes_on ? item_ : *next_;
+    const int64_t base = (goes_on ? split + 1 : item.split_begin) * kSplit;
+    const int32_t* rows = plan_.tile_rows + item.tile_begin;
+    const int64_t first = first_token(shape_, step_.positions[rows[0]]) - base, end = step_.positions[rows[item.num_rows - 1]] + 1 - base;
+    const int32_t* table = step_.block_table + plan_.seqs[rows[0]] * step_.max_blocks + base / kBlock;
+    const size_t offset = step_.layer_offset + static_cast<size_t>(item.kv_head) * layout_of<Stored>(shape_).head_bytes;
+    for (int64_t b = first > 0 ? first / kBlock : 0; b < kSplitBlocks && b * kBlock < end; ++b)
+      next_k_[b] = step_.pool + static_cast<size_t>(table[b]) * step_.block_bytes + offset;
   }
 
   static void widen_bf16(const uint8_t* in, float* out) {  // of a block's tokens
@@ -466,7 +484,8 @@ class TileWorker {
       const int64_t vecs = num_vecs - vec < most ? num_vecs - vec : most;
       for_row_chunks(m_begin, m_end, [&](int64_t m, int64_t rows) {
         kTiles<K>.weigh[rows - 1][vecs - 1](scratch_.scores + m * kSplit, blocks, vec * kLanes * kPack,
-                                            layout_.width * kPack, begin, end, scratch_.record + m * ld_ + vec * kLanes, ld_);
+                                            layout_.width * kPack, begin, end, m == 0 ? next_k_ : kNone,
+                                            scratch_.record + m * ld_ + vec * kLanes, ld_);
       });
     }
   }
@@ -496,10 +515,13 @@ class TileWorker {
     }
   }
 
+  static constexpr const uint8_t* kNone[kSplitBlocks] = {};
+
   const AttendShape& shape_;
   const AttendStep& step_;
   const Plan& plan_;
   const Item& item_;
+  const Item* const next_;
   const TileScratch scratch_;
   const Layout layout_;
   const int32_t* rows_;
@@ -511,6 +533,7 @@ class TileWorker {
   int64_t common_begin_, common_end_;  // tokens that all of them attend to, whole units
   const Elem* k_blocks_[kSplitBlocks];
   const Elem* v_blocks_[kSplitBlocks];
+  const uint8_t* next_k_[kSplitBlocks];  // of the split that comes next; null: none
 };
 
 // ---- the table ------------------------------------------------------------------------------------------------------
@@ -543,7 +566,8 @@ size_t thread_scratch_bytes(const AttendShape& shape) { return TileScratch::byte
 
 void item(const AttendShape& shape, const AttendStep& step, int64_t item, uint8_t* shared_scratch, uint8_t* thread_scratch) {
   const Plan plan = plan_view(shared_scratch);
-  SPOLIA_BY_TYPE(shape.kv_type, TileWorker<K>(shape, step, plan, plan.items[item], thread_scratch).run())
+  const Item* next = item + 1 < plan.header->num_items ? plan.items + item + 1 : nullptr;
+  SPOLIA_BY_TYPE(shape.kv_type, TileWorker<K>(shape, step, plan, plan.items[item], next, thread_scratch).run())
 }
 
 void merge(const AttendShape& shape, const AttendStep& step, int64_t row_begin, int64_t row_end, uint8_t* shared_scratch) {

@@ -281,11 +281,11 @@ void score_tile(const float* q, int64_t ld_q, const typename K::Elem* const* col
 }
 
 // out[r] += p[r] x V over steps [begin, end) of a split: blocks[i] is block i's V, `step_elems` from a step to the next, and
-// `column` the first element wanted of each.
+// `column` the first element wanted of each. As K asks for V, so V does for the K of the split that comes next: next_k[i], or null.
 template <class K, int Rows, int Vecs>
 void weigh_tile(const float* p, const typename K::Elem* const* blocks, int64_t column, int64_t step_elems, int64_t begin,
-                int64_t end, float* out, int64_t ld_out) {
-  constexpr int64_t kSteps = kBlock / K::kPack;
+                int64_t end, const uint8_t* const* next_k, float* out, int64_t ld_out) {
+  constexpr int64_t kSteps = kBlock / K::kPack, kStride = kLanes * K::kPack, kElemBytes = sizeof(typename K::Elem);
   Vec sums[Rows][Vecs];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)
@@ -294,9 +294,19 @@ void weigh_tile(const float* p, const typename K::Elem* const* blocks, int64_t c
   for (int64_t block = begin / kSteps; block * kSteps < end; ++block) {
     const int64_t from = begin > block * kSteps ? begin : block * kSteps;
     const int64_t to = end < (block + 1) * kSteps ? end : (block + 1) * kSteps;
-    const typename K::Elem* v = blocks[block] + (from - block * kSteps) * step_elems + column;
-    for (int64_t s = from; s < to; ++s, v += step_elems)
-      multiply_step<K>(sums, p + s * K::kParts, kSplit, [&](int c) { return v + c * kLanes * K::kPack; });
+    int64_t at = (from - block * kSteps) * step_elems + column;
+    const auto step = [&](int64_t s) __attribute__((always_inline)) {
+      multiply_step<K>(sums, p + s * K::kParts, kSplit, [&](int c) { return blocks[block] + at + c * kStride; });
+    };
+    if (const uint8_t* next = next_k[block]) {
+      for (int64_t s = from; s < to; ++s, at += step_elems) {
+#pragma GCC unroll 8
+        for (int c = 0; c < Vecs; c += kBlock / kLanes) __builtin_prefetch(next + (at + c * kStride) * kElemBytes, 0, 2);
+        step(s);
+      }
+    } else {
+      for (int64_t s = from; s < to; ++s, at += step_elems) step(s);
+    }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r)

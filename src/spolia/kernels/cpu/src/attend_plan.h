@@ -245,9 +245,9 @@ class Planner {
     const int64_t num_runs = fit > 0 ? (count + fit - 1) / fit : count;
     const int64_t tile_begin = num_tile_rows_ - num_rows;
     if (pass_ == Pass::Write) {
-      Item* item = items_ + num_items_;
-      for (int64_t h = 0; h < shape_.num_kv_heads; ++h)
-        for (int64_t run = 0; run < num_runs; ++run)
+      Item* item = items_ + num_items_;  // heads of one run after the other, as they lie in memory
+      for (int64_t run = 0; run < num_runs; ++run)
+        for (int64_t h = 0; h < shape_.num_kv_heads; ++h)
           *item++ = {static_cast<int32_t>(tile_begin), static_cast<int32_t>(num_rows), static_cast<int32_t>(h),
                      static_cast<int32_t>(begin + count * run / num_runs),
                      static_cast<int32_t>(begin + count * (run + 1) / num_runs), alone && num_runs == 1};
