@@ -83,6 +83,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "client disconnects: during queueing, mid-prefill, mid-decode, while a restore is in flight": (
         f"{CACHE}::test_a_thousand_aborts_at_random_moments_leave_the_pool_as_it_was_found",
         f"{TIERS}::test_a_client_that_goes_while_its_restore_is_in_flight_gives_all_blocks_back",
+        f"{TIERS}::test_clients_that_go_at_any_moment_of_their_restores_leave_nothing_behind",
         "server/test_streams.py::test_a_thousand_random_aborts_leave_the_pool_as_it_was",
     ),
     "release given the wrong boundary lowers somebody else's lock": (
@@ -122,6 +123,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "0 hits from another process or after a restart, because a hash was seeded at random": (
         f"{CACHE}::test_keys_are_the_same_in_another_process_whatever_its_hash_seed",
         "engine/test_restarts.py::test_the_next_turn_after_a_restart_is_warm_and_equal_to_the_bit",
+        "server/test_session_restart.py::test_after_a_kill_every_models_sessions_are_listed_and_go_on_from_what_was_computed",
     ),
     "a reply re-rendered by the chat template differs from the tokens generated (think blocks, spaces, tool-call "
     "JSON), so the next turn misses from there": (
@@ -133,9 +135,11 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "a client times out in a 900 s prefill, retries, and it starts from nothing": (
         f"{CACHE}::test_a_client_that_times_out_in_its_prefill_and_retries_goes_on_from_there",
+        f"{TIERS}::test_what_a_client_had_computed_before_it_gave_up_is_there_after_a_restart",
     ),
     "four branches of one 7,400-token trunk arrive at once: nobody shares": (
         f"{CACHE}::test_four_branches_of_one_trunk_that_arrive_at_once_compute_the_trunk_once",
+        f"{TIERS}::test_four_branches_of_one_trunk_that_lies_in_a_tier_bring_it_up_once",
     ),
     "a short request that matches 10 % takes over the long conversation's place": (
         f"{CACHE}::test_a_short_request_that_matches_a_tenth_does_not_take_over_the_long_conversations_place",
@@ -165,9 +169,13 @@ CASES: dict[str, tuple[str, ...]] = {
         f"{TIERS}::test_a_full_disk_costs_no_answer",
         f"{TIERS}::test_a_store_that_went_away_is_asked_again_and_its_state_is_shown",
         "engine/test_tiering.py::test_a_slow_tier_does_not_hold_up_others",
+        "tiers/test_faults.py::test_requests_are_answered_right_before_during_and_after",
+        "tiers/test_faults.py::test_faults_that_come_and_go_under_traffic_change_no_answer",
+        "tiers/test_faults.py::test_an_engine_whose_tier_is_in_trouble_at_the_start_starts_and_uses_it_later",
     ),
     "two first-in-queue requests each waiting for the other's prefix": (
         f"{CACHE}::test_two_requests_first_in_the_queue_that_could_wait_for_each_others_prefix_both_go_on",
+        f"{TIERS}::test_who_waits_for_what_another_brings_up_goes_on_when_that_one_leaves",
     ),
     # Strangers
     "one tenant's time to first token reveals another's prompts": (
@@ -178,7 +186,9 @@ CASES: dict[str, tuple[str, ...]] = {
         "engine/test_fairness.py::test_a_neighbour_is_not_kept_waiting_by_a_flood",
     ),
     "a file in the cache folder truncated, bit-flipped, swapped with another, or made by an older version": (
-        f"{TIERS}::test_a_file_in_the_folder_that_is_not_what_it_was_is_a_miss_and_counted",
+        f"{TIERS}::test_a_file_in_the_folder_that_is_not_what_it_was_is_a_miss_counted_and_logged",
+        f"{TIERS}::test_a_file_that_cannot_be_read_fails_once_and_does_not_keep_the_folder_from_being_used",
+        "engine/test_session_files.py::test_what_was_damaged_or_swapped_is_no_session",
     ),
 }
 

@@ -150,22 +150,66 @@ def test_a_client_that_goes_while_its_restore_is_in_flight_gives_all_blocks_back
     engine.core.close()
 
 
-def test_a_limit_in_bytes_is_one_whatever_an_entry_weighs():
+def test_clients_that_go_at_any_moment_of_their_restores_leave_nothing_behind():
+    """A thousand, of a tier that takes its time, fails now and then, and lies: no block, no buffer, no wrong answer."""
+    moments = random.Random(3)
+    backend = stored(FaultyBackend())
+    engine = toy_engine(tiers=[Tier("disk", backend, stall_s=60)], clock=time.monotonic, fetch="planned", num_blocks=40)
+    engine.core.tiering.tiers.mover._run_blocks = 2
+    asked: dict[str, list[int]] = {}
+
+    def step() -> None:
+        for request_id, delta in engine.core.step():
+            if delta.output is not None and delta.output.finish_reason != "abort":
+                assert_right(delta.output, asked[request_id])
+
+    for number in range(1_000):
+        backend.delay_s = moments.choice([0.0, 0.0, 0.001])
+        backend.damage = moments.random() < 0.1
+        prompt = [*PROMPT[: moments.randrange(1, 200)], *moments.choices(range(256), k=moments.randrange(1, 40))]
+        request = submit(engine, prompt)
+        asked[request.request_id] = prompt
+        for _ in range(moments.randrange(4)):
+            step()
+        if number % 10:
+            engine.core.abort(request.request_id)
+        if moments.random() < 0.2:
+            engine.core.cache.clear()
+    backend.delay_s, backend.damage = 0.0, False
+    until(lambda: not engine.core.has_work, step)
+    until(lambda: engine.core.tiering.tiers.mover._reads.has_room(1 << 62))
+    (ledger,) = engine.core.cache.ledger()
+    assert ledger.leased == 0
+    assert engine.core.tiering.restores.is_idle
+    assert engine.core.stats.tiers[0].num_read_bytes > 0
+    engine.core.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "folder"])
+def test_a_limit_in_bytes_is_one_whatever_an_entry_weighs(kind, tmp_path):
     """Reserved before the copy, all of an extent counted, and in the status."""
     size = 10_000
-    backend = HostBackend(size)
-    engine = engine_on(backend, "host", num_blocks=40)
+    backend = HostBackend(size) if kind == "host" else FolderBackend(tmp_path, size)
+
+    def held() -> int:
+        if isinstance(backend, HostBackend):
+            return sum(len(extent) for extent in list(backend._extents.values()))
+        return sum(path.stat().st_size for path in tmp_path.rglob("*.*"))
+
+    engine = engine_on(backend, kind, num_blocks=40)
     for seed in range(8):
         answer(engine, random.Random(seed).choices(range(256), k=200))
-        held = sum(len(extent) for extent in backend._extents.values())
-        assert held <= size
-        assert backend.health().num_bytes == held
+        assert engine.core.tiering.tiers.mover.flush(20)
+        assert held() <= size
+        assert engine.core.stats.tiers[0].health == backend.health()
+        assert backend.health().num_bytes == held()
+    assert held() > size // 2
     assert backend.put([b"k" * 33], [memoryview(bytes(size + 1))]) == [False]
     engine.core.close()
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "swapped", "of an older version", "emptied"])
-def test_a_file_in_the_folder_that_is_not_what_it_was_is_a_miss_and_counted(tmp_path, damage):
+def test_a_file_in_the_folder_that_is_not_what_it_was_is_a_miss_counted_and_logged(tmp_path, damage, caplog):
     stored(FolderBackend(tmp_path))
     files = sorted(tmp_path.rglob("*.kv"))
     contents = [file.read_bytes() for file in files]
@@ -182,6 +226,41 @@ def test_a_file_in_the_folder_that_is_not_what_it_was_is_a_miss_and_counted(tmp_
     assert_right(output)
     assert output.num_cached_tokens == 0
     assert engine.core.stats.tiers[0].num_refused > 0
+    assert "tier=disk dropped block" in caplog.text
+    engine.core.close()
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES], ids=errno.errorcode.get)
+def test_a_file_that_cannot_be_read_fails_once_and_does_not_keep_the_folder_from_being_used(
+    tmp_path, monkeypatch, error
+):
+    """A bad sector, say, or a file that somebody else's server has left."""
+    stored(FolderBackend(tmp_path))
+    chain = KeyChain(namespace_key(model="toy", salt=""))
+    chain.extend(np.array(PROMPT, np.int32))
+    bad = f"{block_key(chain.digests[5], 0).hex()}.kv"
+    born_ns = next(tmp_path.rglob(bad)).stat().st_ctime_ns
+    opened = os.open
+
+    def open_(path, flags, *more):
+        if str(path).endswith(bad) and os.path.exists(path) and os.stat(path).st_ctime_ns == born_ns:
+            raise OSError(error, os.strerror(error))
+        return opened(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", open_)
+    now = [0.0]
+    tier = Tier("disk", FolderBackend(tmp_path), clock=lambda: now[0], stall_s=600)
+    engine = toy_engine(tiers=[tier], clock=time.monotonic)
+    assert_right(answer(engine, PROMPT))
+    assert os.strerror(error) in tier.stats.reason
+    for _ in range(2):
+        now[0] += 120.0
+        engine.core.tiering.tiers.mover.flush(20)
+        engine.core.cache.clear()
+        output = answer(engine, PROMPT)
+        assert_right(output)
+    assert output.num_restored_tokens == {"disk": WHOLE}
+    assert (tier.state, tier.stats.num_failures) == (TierState.UP, 1)
     engine.core.close()
 
 
@@ -353,6 +432,53 @@ def test_a_reply_that_a_template_would_render_otherwise_is_reused_in_a_session_a
     assert_right(output, turn.prompt_ids)
     assert output.num_cached_tokens == (turn.num_history_tokens - 1) // 16 * 16
     second.core.close()
+
+
+def test_what_a_client_had_computed_before_it_gave_up_is_there_after_a_restart(tmp_path):
+    """Its prefill is cut off in the midst, the server goes, and the retry goes on from there."""
+    first = engine_on(FolderBackend(tmp_path))
+    request = submit(first, PROMPT)
+    while first.core.executable.num_computed_tokens < 100:
+        first.core.step()
+    num_computed = first.core.executable.num_computed_tokens
+    assert num_computed < len(PROMPT)
+    first.core.abort(request.request_id)
+    first.core.step()
+    first.core.close()
+    second = engine_on(FolderBackend(tmp_path))
+    output = answer(second, PROMPT)
+    assert_right(output)
+    assert output.num_restored_tokens == {"disk": num_computed // 16 * 16}
+    second.core.close()
+
+
+def test_four_branches_of_one_trunk_that_lies_in_a_tier_bring_it_up_once():
+    backend = stored(FaultyBackend())
+    backend.delay_s = 0.01
+    engine = engine_on(backend)
+    branches = [[*PROMPT, *random.Random(seed).choices(range(256), k=30)] for seed in range(4)]
+    requests = {submit(engine, branch).request_id: branch for branch in branches}
+    outputs = run(engine)
+    for request_id, branch in requests.items():
+        assert_right(outputs[request_id], branch)
+        assert outputs[request_id].num_cached_tokens >= WHOLE
+    assert engine.core.stats.tiers[0].num_hits == WHOLE // 16
+    engine.core.close()
+
+
+def test_who_waits_for_what_another_brings_up_goes_on_when_that_one_leaves():
+    backend = stored(FaultyBackend())
+    backend.hang()
+    engine = engine_on(backend)
+    first, second = submit(engine, PROMPT), submit(engine, PROMPT)
+    engine.core.step()
+    engine.core.abort(first.request_id)
+    engine.core.step()
+    backend.resume()
+    output = run(engine)[second.request_id]
+    assert_right(output)
+    assert output.num_restored_tokens == {"disk": WHOLE}
+    engine.core.close()
 
 
 def test_a_session_file_of_another_model_is_not_taken_for_ones_own(tmp_path):

@@ -41,6 +41,9 @@ _LOOK_S = 10.0
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
+_BAD_FILE = (errno.EIO, errno.EUCLEAN, errno.EACCES, errno.EPERM)
+"""A bad sector, say, or somebody else's file: it would take the tier down each time that it is asked for."""
+
 
 class FolderBackend:
     """Extents as files under `folder`, at most `capacity_bytes` of them.
@@ -199,7 +202,7 @@ class FolderBackend:
                 self._forget(key)
             return None
         except OSError as error:
-            raise self._unavailable(error) from error
+            raise self._unreadable(key, error) from error
         try:
             if os.fstat(descriptor).st_size > len(buffer):
                 return None
@@ -211,9 +214,18 @@ class FolderBackend:
                 size += count
             return size
         except OSError as error:
-            raise self._unavailable(error) from error
+            raise self._unreadable(key, error) from error
         finally:
             os.close(descriptor)
+
+    def _unreadable(self, key: bytes, error: OSError) -> StorageUnavailable:
+        """What to raise of a file; if it is that one alone, it is gone, and fails no more."""
+        if error.errno in _BAD_FILE:
+            with suppress(OSError):  # the whole folder is so
+                os.unlink(self._path(key))
+                with self._lock:
+                    self._forget(key)
+        return self._unavailable(error)
 
     def _set_time(self, key: bytes, used_ns: int) -> bool:
         try:
