@@ -48,9 +48,13 @@ def test_an_answers_text_is_not_held_back_once_it_has_begun():
     assert splitter.feed("b <").content == "b <"
 
 
+# Of three bytes, a token each.
+EURO = {10: b"\xe2", 11: b"\x82", 12: b"\xac"}
+
+
 def drawn(budget, prompt, answer):
     """What the model comes to say if it would say `answer`, between the tags (1, 2) and (3, 4, 5)."""
-    processor = ThinkingBudget(budget, (1, 2), (3, 4, 5))
+    processor = ThinkingBudget(budget, (1, 2), (3, 4, 5), lambda token_id: EURO.get(token_id, b"x"))
     said = []
     for token_id in answer:
         row = np.zeros((1, 20), np.float32)
@@ -68,6 +72,12 @@ def test_thoughts_are_closed_when_their_budget_is_spent():
 def test_thoughts_that_the_prompt_has_opened_count_too():
     assert drawn(2, [9, 1, 2], [7] * 7) == [7, 7, 3, 4, 5, 7, 7]
     assert drawn(2, [9, 1, 2, 8], [7] * 7) == [7, 7, 3, 4, 5, 7, 7]
+
+
+def test_no_character_is_cut():
+    assert drawn(2, [1, 2], [7, 10, 11, 12, 7, 7, 7]) == [7, 10, 11, 12, 3, 4, 5]
+    assert drawn(1, [1, 2], [10, 10, 10, 10, 10, 7, 7]) == [10, 10, 10, 10, 3, 4, 5]  # which never becomes one
+    assert drawn(3, [1, 2], [10, 11, 12, 7, 7, 7]) == [10, 11, 12, 3, 4, 5]
 
 
 def test_thoughts_that_end_in_time_are_left_alone_and_so_is_what_is_none():

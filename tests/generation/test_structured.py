@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 
 import jsonschema
 import numpy as np
@@ -288,16 +289,56 @@ def test_white_space_ends_even_if_the_model_likes_it_best():
         ({"json": {"$ref": "#/nowhere"}}, "at #: .*nowhere"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
         ({"json": '{"type": '}, "no JSON"),
-        ({"regex": "(ab"}, "regex cannot be compiled"),
-        ({"grammar": "start: nothing"}, r"1\(8\).*nothing"),
-        ({"grammar": 'root ::= "a" ('}, "grammar"),
+        ({"json": {"type": "string"}, "whitespace_pattern": "("}, "unclosed group"),
+        ({"regex": "(ab"}, r"regex cannot be compiled: at character 1, '\(ab': unclosed group"),
+        ({"regex": "é/\n(b"}, r"at character 4, '\(b': unclosed"),
+        ({"regex": "[a-f]{2}[z-a]"}, r"at character 10, 'z-a\]': invalid character class range"),
+        ({"regex": "a(?=b)"}, r"at character 2, '\(\?=b\)': look-around"),
+        ({"regex": r"ab\q"}, "at character 3, .*unrecognized escape"),
+        ({"grammar": "start: nothing"}, r"at 1\(8\): unknown name: \"nothing\""),
+        ({"grammar": 'start: a\na: ("b"\n'}, r"2\(8\): Expected token '\)'"),
+        ({"grammar": "start: WORD\nWORD: /a(b/"}, r"at 2\(7\): .*a\(b\n +\^\nerror: unclosed group"),
+        ({"grammar": 'start: %json {"type": "odd"}'}, r"at 1\(8\): .*Invalid type: odd"),
+        ({"grammar": 'x: "a"'}, "no start rule found"),
+        ({"grammar": "start: start"}, "grammar cannot be compiled: it allows no text at all$"),
+        ({"grammar": 'root ::= "a" ('}, r"grammar cannot be compiled: .* at line 1, .*\('"),
+        ({"grammar": 'root ::= "a"\n\nb ::= "c" | )'}, r"Expected name at line 3, .* \^ '\)'"),
+        ({"grammar": 'root ::= "a" b\nb ::= "c" digit'}, "at line 2: rule 'digit' is not there"),
+        ({"grammar": 'root ::= "a" a-b\na-b ::= [z-a]'}, "at line 2, in rule 'a-b': invalid character class range"),
+        ({"grammar": 'root ::= "a"{2,1}'}, "at line 1, in rule 'root': range end must be"),
+        ({"grammar": 'rot ::= "a"'}, "No 'root' rule found"),
     ],
     ids=str,
 )
 def test_a_form_that_cannot_be_compiled_is_refused_with_the_place(form, place):
-    with pytest.raises(InvalidRequest, match=re.compile(place, re.DOTALL)) as caught:
-        VOCABULARY.grammars.compile(StructuredOutput.of(form))
-    assert caught.value.param == "structured_outputs"
+    """The place in what was sent, also where thoughts come before it."""
+    for after in (None, "</think>"):
+        with pytest.raises(InvalidRequest, match=re.compile(place, re.DOTALL)) as caught:
+            VOCABULARY.grammars.compile(replace(StructuredOutput.of(form), after=after))
+        assert caught.value.param == "structured_outputs"
+
+
+AFTER = [
+    ({"regex": "[ab]{2}"}, "[ab]{2}"),
+    ({"choice": ["yes", "no/\n"]}, "yes|no/\n"),
+    ({"grammar": 'root ::= "x" y\ny ::= [0-9]{3}'}, "x[0-9]{3}"),
+    ({"grammar": "start: A A\nA: /[ab]c/"}, "([ab]c){2}"),
+    ({"json": {"enum": [12, "é"]}}, '12|"é"'),
+    ({"json_object": True}, r"\{.*\}"),
+]
+
+
+@pytest.mark.parametrize(("form", "pattern"), AFTER, ids=str)
+@pytest.mark.parametrize("mark", ["</", "\n."])
+def test_a_form_may_begin_after_a_text(form, pattern, mark):
+    """What comes before is free, and ends where the text comes about first."""
+    found = 0
+    for seed in range(12):
+        text = write(replace(StructuredOutput.of(form), after=mark), seed, max_tokens=1_000, likely=mark + ENDS)
+        if text is not None:
+            found += 1
+            assert re.fullmatch(pattern, text.partition(mark)[2].lstrip(), re.DOTALL), text
+    assert found > 3
 
 
 @pytest.mark.parametrize(

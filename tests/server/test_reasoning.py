@@ -61,8 +61,10 @@ def test_thoughts_are_told_from_the_answer(thinker, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_that_the_template_opened_are_thoughts(thinker, stream):
-    opened = {"chat_template_kwargs": {"is_open": True}}
-    assert say(thinker, "ab</think>c", stream=stream, **opened) == ("ab", "c")
+    opened = {"chat_template_kwargs": {"is_open": True}, "thinking_budget": 5}
+    thoughts, answer = say(thinker, "c", stream=stream, **opened)
+    assert len(thoughts) >= 1
+    assert answer == "c"
 
 
 @pytest.mark.parametrize("stream", [False, True])

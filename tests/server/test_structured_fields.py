@@ -86,3 +86,26 @@ def test_a_schema_that_cannot_be_compiled_is_400_that_says_where(toy_url):
     assert error["param"] == "response_format"
     assert "#/properties/list/items" in error["message"]
     assert "nothing" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize(
+    ("fields", "param", "place"),
+    [
+        ({"guided_regex": "ab(c"}, "guided_regex", "at character 3, '(c': unclosed group"),
+        ({"structured_outputs": {"regex": "ab(c"}}, "structured_outputs", "at character 3, '(c': unclosed group"),
+        ({"guided_grammar": 'start: "a" x'}, "guided_grammar", 'at 1(8): unknown name: "x"'),
+        ({"grammar": 'root ::= "a"\nb ::= "c" digit'}, "grammar", "at line 2: rule 'digit' is not there"),
+        ({"grammar": 'root ::= "a"\nb ::= )'}, "grammar", "Expected name at line 2"),
+        ({"guided_json": {"items": {"type": "odd"}}}, "guided_json", "at #/items: Invalid type: odd"),
+        ({"json_schema": {"pattern": "("}}, "json_schema", "at #: regex parse error"),
+    ],
+    ids=str,
+)
+def test_a_form_that_cannot_be_compiled_is_400_that_says_where(toy_url, path, fields, param, place):
+    reply = ask(toy_url, path, **fields)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(param)
+    assert place in error["message"]

@@ -125,7 +125,8 @@ class SamplingParams:
             `max_tokens` may then exceed the context. None: an answer ends where the context does.
         truncate_prompt_tokens: keep this many of the prompt's last tokens.
         token_healing: take the prompt's last token back, and let the model write its text anew.
-        thinking_budget: most tokens between `reasoning_tags`; then the closing tag is forced.
+        thinking_budget: most tokens between `reasoning_tags`; then, where no character is cut, the closing tag is
+            forced.
         include_stop_str_in_output: keep the stop string, or the stop id's text, at the end of the text.
         speculation: let tokens be guessed ahead, if the engine does; changes no answer.
         prediction: text, or token ids, that much of the answer will be like: it is guessed from. Changes no answer.

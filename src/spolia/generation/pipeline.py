@@ -183,7 +183,7 @@ def _thinking_budget(asked: Asked) -> Processor | None:
     if params.thinking_budget is None:
         return None
     opening, closing = (encode(tag) for tag in params.reasoning_tags)
-    return ThinkingBudget(params.thinking_budget, opening, closing)
+    return ThinkingBudget(params.thinking_budget, opening, closing, asked.vocabulary.token_bytes)
 
 
 PROCESSORS: dict[str, Factory] = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -94,10 +95,18 @@ class ThinkingBudget:
 
     Args:
         opening_ids, closing_ids: the tags' tokens.
+        token_bytes: of any token; a character is not cut by the tag, so thoughts may be up to 3 tokens longer.
     """
 
-    def __init__(self, budget: int, opening_ids: Sequence[int], closing_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        budget: int,
+        opening_ids: Sequence[int],
+        closing_ids: Sequence[int],
+        token_bytes: Callable[[int], bytes],
+    ) -> None:
         self._budget = budget
+        self._token_bytes = token_bytes
         self._opening = np.array(opening_ids, np.int32)
         self._closing = np.array(closing_ids, np.int32)
 
@@ -120,6 +129,10 @@ class ThinkingBudget:
         for length in range(min(len(self._closing) - 1, len(thoughts)), 0, -1):
             if np.array_equal(thoughts[-length:], self._closing[:length]):
                 return int(self._closing[length])
+        decoder = getincrementaldecoder("utf-8")("replace")
+        decoder.decode(b"".join(map(self._token_bytes, thoughts[-4:].tolist())))
+        if decoder.getstate()[0] and len(thoughts) < self._budget + 3:  # in the middle of a character
+            return None
         return int(self._closing[0])
 
     def _start(self, history: History) -> int | None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from spolia.errors import Bug, InvalidRequest
 from spolia.generation.decisions import FormState
+from spolia.generation.form_errors import between_slashes, explain_gbnf, explain_lark, explain_regex
 from spolia.generation.history import History
 from spolia.generation.processors.base import Logits
 
@@ -34,7 +35,6 @@ __all__ = ["GrammarCompiler", "GrammarMask", "StructuredOutput", "between_slashe
 # One space, or a new line and its indentation: enough to print JSON prettily, and no way to go on for ever.
 _WHITESPACE = r"( |\n[ \t]{0,32})?"
 _NUM_CACHED = 128
-_UNSLASHED = re.compile(r"\\.|[/\n]", re.DOTALL)
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _PARAM = "structured_outputs"
 
@@ -51,6 +51,7 @@ class StructuredOutput:
         grammar: Lark, as llguidance extends it, or llama.cpp's GBNF, told by its `::=`.
         whitespace_pattern: a regular expression for the white space between JSON's parts; None: a space, or a line
             break and indentation, or nothing.
+        after: the form begins after this text, before which may come any: what closes thoughts that the prompt opens.
 
     Raises:
         InvalidRequest: none, several, or of the wrong type.
@@ -62,6 +63,7 @@ class StructuredOutput:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     whitespace_pattern: str | None = None
+    after: str | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -218,25 +220,32 @@ class GrammarCompiler:
         Raises:
             InvalidRequest: the form cannot be compiled; the message says where it is wrong.
         """
+        with self._lock:
+            grammar = self._grammar(form)
+            matcher = self._matcher(grammar, form)
+            if form.after is not None:
+                matcher = self._matcher(_begun_after(form.after, grammar), form)
+            return GrammarMask(matcher.deep_copy(), self._pool, self._size)
+
+    def _matcher(self, grammar: str, form: StructuredOutput) -> LLMatcher:
+        """At the beginning of a grammar, which is that of `form`; to be copied."""
         from llguidance import LLMatcher
 
-        with self._lock:
+        matcher = self._compiled.get(grammar)
+        if matcher is None:
             tokenizer = self._tables()
-            grammar = self._grammar(form)
-            matcher = self._compiled.get(grammar)
-            if matcher is None:
-                if error := self._error(grammar):
-                    raise _refusal(self._explain(form, error))
-                matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
-                if not matcher.is_error():
-                    matcher.compute_bitmask()  # what is too large for any answer to begin is known here
-                if matcher.is_error():
-                    raise _refusal(self._explain(form, matcher.get_error()))
-                self._compiled[grammar] = matcher
-                if len(self._compiled) > _NUM_CACHED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
-            return GrammarMask(matcher.deep_copy(), self._pool, self._size)
+            if error := self._error(grammar):
+                raise _refusal(self._explain(form, error))
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # what is too large for any answer to begin is known here
+            if matcher.is_error():
+                raise _refusal(self._explain(form, matcher.get_error()))
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > _NUM_CACHED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return matcher
 
     def warm(self) -> None:
         """Make what every form needs, if it is not there."""
@@ -267,9 +276,9 @@ class GrammarCompiler:
             return grammar_from("choice", json.dumps(form.choice))
         if form.grammar is not None:
             try:
-                return grammar_from("grammar" if "::=" in form.grammar else "lark", form.grammar)
+                return grammar_from("grammar" if _is_gbnf(form.grammar) else "lark", form.grammar)
             except ValueError as error:
-                raise _refusal(f"grammar: {error}") from None
+                raise _refusal(self._explain(form, str(error))) from None
         return self._json_grammar({"type": "object"} if form.json_object else self._schema(form), form)
 
     def _schema(self, form: StructuredOutput) -> Any:
@@ -294,9 +303,13 @@ class GrammarCompiler:
 
     def _explain(self, form: StructuredOutput, error: str) -> str:
         """Where a form is wrong. For a schema: the innermost part that is wrong by itself."""
+        if form.regex is not None:
+            return f"regex cannot be compiled: {explain_regex(form.regex, error)}"
+        if form.grammar is not None:
+            where = explain_gbnf(form.grammar, error) if _is_gbnf(form.grammar) else explain_lark(error)
+            return f"grammar cannot be compiled: {where}"
         if form.json is None:
-            kind = next(name for name in _KINDS if getattr(form, name) not in (None, False))
-            return f"{kind} cannot be compiled: {error}"
+            return f"{'json_object' if form.json_object else 'choice'} cannot be compiled: {explain_lark(error)}"
         root = self._schema(form)
         path, part = "#", root
         while found := next(self._wrong_parts(path, part, root, form), None):
@@ -334,16 +347,28 @@ class _Wrapper:
         return self._encode(text if isinstance(text, str) else text.decode(errors="replace"))
 
 
+def _is_gbnf(grammar: str) -> bool:
+    return "::=" in grammar
+
+
+def _begun_after(text: str, grammar: str) -> str:
+    """llguidance's grammar of an answer that has the form of `grammar` after `text`."""
+    ending = re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+    before = [
+        "%llguidance {}",
+        "start: before SPACE @form",
+        r"SPACE: /[ \t\r\n]{0,32}/",
+        rf"before[lazy]: /(.|\n)*{ending}/",
+    ]
+    # Either is what `grammar` may be: Lark, or a list of one.
+    (form,) = json.loads(grammar)["grammars"] if grammar.startswith('{"grammars"') else [{"lark_grammar": grammar}]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(before)}, {**form, "name": "form"}]})
+
+
 def json_rule(schema: Mapping[str, Any], whitespace_pattern: str | None = None) -> str:
     """JSON of this schema as a part of a Lark grammar."""
     spaced = {**_held_bounds(schema), "x-guidance": {"whitespace_pattern": whitespace_pattern or _WHITESPACE}}
     return f"%json {json.dumps(spaced)}"
-
-
-def between_slashes(pattern: str) -> str:
-    """A regular expression as it is written in a Lark grammar, without the slashes around it."""
-    told = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-    return _UNSLASHED.sub(lambda part: told.get(part[0], part[0]), pattern)
 
 
 def form_rule(form: StructuredOutput) -> str:

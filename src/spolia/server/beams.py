@@ -16,8 +16,9 @@ from spolia.engine import (
     Timings,
 )
 from spolia.errors import InvalidRequest
+from spolia.generation import ReasoningSplitter
 from spolia.models import Tokenizer
-from spolia.server.encoding import prepare_form
+from spolia.server.encoding import after_thoughts, prepare_form
 from spolia.server.schema import ChatRequest, CompletionRequest
 from spolia.server.search import Found, Search, refuse_company
 
@@ -34,13 +35,15 @@ DRAWING = (
 )
 
 
-async def beam_search(body: ChatRequest | CompletionRequest, engine: AsyncEngine) -> Search | None:
+async def beam_search(
+    body: ChatRequest | CompletionRequest, engine: AsyncEngine, thoughts: ReasoningSplitter | None = None
+) -> Search | None:
     """What to search; None if the request does not ask for beams.
 
     Raises:
         InvalidRequest: a field that has no meaning with beams, or none without them.
     """
-    params = _beam_params(body, engine.model.tokenizer)
+    params = _beam_params(body, engine.model.tokenizer, thoughts)
     if params is None:
         return None
     await prepare_form(body, engine, params.scoring)
@@ -56,7 +59,9 @@ async def beam_search(body: ChatRequest | CompletionRequest, engine: AsyncEngine
     return Search("beam search", params.num_beams, params.num_return_sequences or params.num_beams, run)
 
 
-def _beam_params(body: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> BeamParams | None:
+def _beam_params(
+    body: ChatRequest | CompletionRequest, tokenizer: Tokenizer, thoughts: ReasoningSplitter | None
+) -> BeamParams | None:
     if not body.wants_beams:
         for name in _ONLY_WITH_BEAMS:
             neutral: tuple[object, ...] = (None, False, [], 1) if name == "length_penalty" else (None, False, [])
@@ -65,7 +70,7 @@ def _beam_params(body: ChatRequest | CompletionRequest, tokenizer: Tokenizer) ->
                     f"{name} is of beam search; add use_beam_search: true or num_beams, or leave it out", param=name
                 )
         return None
-    params = body.sampling_params(0)
+    params = after_thoughts(body.sampling_params(0), thoughts)
     _check_company(body, params)
     if params.max_tokens is None:
         raise InvalidRequest("beam search needs max_tokens: every beam is computed up to there", param="max_tokens")

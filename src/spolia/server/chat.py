@@ -95,7 +95,10 @@ class ChatEndpoint:
                 ),
             )
             ids, said = turn.prompt_ids, turn.messages
-        search = await beam_search(body, served.engine) or await contrastive_search(body, served.engine)
+        thoughts = _thoughts(body, model, ids)
+        splitter = None if thoughts is None else thoughts[0]
+        search = await beam_search(body, served.engine, splitter)
+        search = search or await contrastive_search(body, served.engine, splitter)
         if search is not None:
             return await respond_with_search(
                 request,
@@ -103,15 +106,13 @@ class ChatEndpoint:
                 served,
                 [ids],
                 search,
-                lambda answer: _ChatRendering(body, answer, model.tokenizer, None, _thoughts(body, model, ids)),
+                lambda answer: _ChatRendering(body, answer, model.tokenizer, None, thoughts),
                 cache_salt=body.cache_salt or "",
                 max_waiting=self._config.max_waiting,
                 explains=bool(body.explain),
             )
-        params = await params_of_choices(body, served.engine)
-        thoughts = _thoughts(body, model, ids)
+        params = await params_of_choices(body, served.engine, None if tool_use is not None else splitter)
         if tool_use is not None:
-            splitter = None if thoughts is None else thoughts[0]
             params = [await tool_use.prepare(each, served.engine, model, splitter) for each in params]
         answer = Answer.submit(
             "chatcmpl",

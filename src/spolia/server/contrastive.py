@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from spolia.engine import AsyncEngine, ContrastiveParams, Tenant
 from spolia.errors import InvalidRequest
-from spolia.server.encoding import prepare_form
+from spolia.generation import ReasoningSplitter
+from spolia.server.encoding import after_thoughts, prepare_form
 from spolia.server.schema import ChatRequest, CompletionRequest
 from spolia.server.search import Found, Search, refuse_company
 
@@ -13,7 +14,9 @@ __all__ = ["contrastive_search"]
 _NAME = "contrastive search"
 
 
-async def contrastive_search(body: ChatRequest | CompletionRequest, engine: AsyncEngine) -> Search | None:
+async def contrastive_search(
+    body: ChatRequest | CompletionRequest, engine: AsyncEngine, thoughts: ReasoningSplitter | None = None
+) -> Search | None:
     """What to search; None if the request does not ask for it.
 
     Raises:
@@ -21,7 +24,7 @@ async def contrastive_search(body: ChatRequest | CompletionRequest, engine: Asyn
     """
     if not body.penalty_alpha:
         return None
-    asked = body.sampling_params(0)
+    asked = after_thoughts(body.sampling_params(0), thoughts)
     refuse_company(body, _NAME, "priority", "ttl", "retention")
     for name, value in (("n", body.n), ("best_of", body.best_of)):
         if value not in (None, 1):

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from spolia.engine import AsyncEngine, SamplingParams
 from spolia.errors import InvalidRequest
+from spolia.generation import ReasoningSplitter
 from spolia.models import Tokenizer
 from spolia.server.schema import ChatRequest, CompletionRequest
 
-__all__ = ["encode", "params_of_choices", "prepare_form"]
+__all__ = ["after_thoughts", "encode", "params_of_choices", "prepare_form"]
 
 # Encoding runs at some 4 MB/s: shorter texts cost less than the way to a thread and back.
 _INLINE_CHARACTERS = 4096
@@ -23,13 +24,26 @@ async def encode(tokenizer: Tokenizer, text: str, *, add_special: bool = True) -
     return await asyncio.to_thread(tokenizer.encode, text, add_special=add_special)
 
 
-async def params_of_choices(body: ChatRequest | CompletionRequest, engine: AsyncEngine) -> list[SamplingParams]:
+def after_thoughts(params: SamplingParams, thoughts: ReasoningSplitter | None) -> SamplingParams:
+    """`params` whose form, if there is one, begins where thoughts end that the prompt has opened."""
+    form = params.structured_outputs
+    if form is None or thoughts is None or not thoughts.is_inside:
+        return params
+    return replace(params, structured_outputs=replace(form, after=thoughts.closing))
+
+
+async def params_of_choices(
+    body: ChatRequest | CompletionRequest, engine: AsyncEngine, thoughts: ReasoningSplitter | None = None
+) -> list[SamplingParams]:
     """The parameters of each answer to compute, with the form that they ask for compiled on another thread.
+
+    Args:
+        thoughts: what will tell them from the answer, to which alone the form applies.
 
     Raises:
         InvalidRequest: a parameter is impossible, or the form cannot be compiled; names the client's field.
     """
-    params = [body.sampling_params(choice) for choice in range(body.num_candidates)]
+    params = [after_thoughts(body.sampling_params(choice), thoughts) for choice in range(body.num_candidates)]
     if body.num_candidates > body.num_choices:  # the best are known by their log-probabilities
         params = [replace(each, logprobs=each.logprobs or 0) for each in params]
     await prepare_form(body, engine, params[0])

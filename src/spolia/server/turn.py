@@ -12,6 +12,7 @@ from spolia.generation import ReasoningSplitter
 from spolia.models import Model
 from spolia.server.answer import Answer
 from spolia.server.conversations import history
+from spolia.server.encoding import after_thoughts
 from spolia.server.prompting import Conversation
 from spolia.server.served import ServedModel
 from spolia.server.sse import watch_for_disconnect
@@ -65,6 +66,8 @@ class Turn:
         ids = await conversation.encode(model)
         wished = () if wishes is None else await wishes(ids)
         splitter = splitter_of(model, ids)
+        if tool_use is None:
+            params = after_thoughts(params, splitter)
         await served.engine.prepare(params)
         if tool_use is not None:
             params = await tool_use.prepare(params, served.engine, model, splitter)

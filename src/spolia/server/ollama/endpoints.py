@@ -19,7 +19,7 @@ from spolia.server.answer import Answer
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.embeddings import check_dimensions, embed, encoded, normalised
-from spolia.server.encoding import encode
+from spolia.server.encoding import after_thoughts, encode
 from spolia.server.errors import ollama_error_body
 from spolia.server.fill_in import infill_ids
 from spolia.server.ollama.schema import ChatRequest, EmbeddingRequest, EmbedRequest, GenerateRequest
@@ -95,13 +95,14 @@ class OllamaEndpoints:
         load_s = time.perf_counter() - begun_s
         if not body.prompt and not body.suffix:
             return _loaded(served, body.keep_alive_s, response="")
-        params = body.sampling_params(served)
-        await served.engine.prepare(params)
         ids = await _prompt_ids(served, body)
+        splitter = None if body.raw else splitter_of(served.model, ids)
+        params = after_thoughts(body.sampling_params(served), splitter)
+        await served.engine.prepare(params)
         answer = Answer.submit(
             "gen", served, [ids], [params], cache_salt="", max_waiting=self._config.max_waiting, is_limit_soft=True
         )
-        turn = Turn(answer, ids, splitter=None if body.raw else splitter_of(served.model, ids))
+        turn = Turn(answer, ids, splitter=splitter)
 
         def show(text: str, _: Sequence[ToolCall], thought: str) -> dict[str, Any]:
             return {"response": text, **({"thinking": thought} if thought else {})}
