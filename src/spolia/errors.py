@@ -2,6 +2,7 @@
 
     SpoliaError
     ├── InvalidRequest      the caller asked for something impossible (HTTP 400)
+    │   ├── PromptTooLong   more tokens than the context holds (HTTP 400)
     │   └── UnknownModel    no model of that name is served (HTTP 404)
     ├── Overloaded          right request, no room now; try again later (HTTP 429)
     │   └── NotReady        the model is loading or the server is draining (HTTP 503)
@@ -25,6 +26,7 @@ __all__ = [
     "ModelError",
     "NotReady",
     "Overloaded",
+    "PromptTooLong",
     "SpoliaError",
     "StorageUnavailable",
     "UnknownModel",
@@ -48,6 +50,20 @@ class InvalidRequest(SpoliaError, ValueError):  # noqa: N818 - named after what 
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class PromptTooLong(InvalidRequest):
+    """The context has no room for the prompt and what is to come after it.
+
+    Attributes:
+        num_tokens: of the prompt.
+        context_tokens: most of prompt and answer.
+    """
+
+    def __init__(self, message: str, *, param: str, num_tokens: int, context_tokens: int) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+        self.num_tokens = num_tokens
+        self.context_tokens = context_tokens
 
 
 class UnknownModel(InvalidRequest):

@@ -164,7 +164,8 @@ def test_what_one_tenant_keeps_is_not_there_for_another(url):
         assert httpx.get(url + path, headers=bearer(BOB)).status_code == 404, path
         assert httpx.get(url + path).status_code == 401, path
     body |= {"previous_response_id": response}
-    assert httpx.post(f"{url}/v1/responses", json=body, headers=bearer(BOB)).status_code == 404
+    refused = httpx.post(f"{url}/v1/responses", json=body, headers=bearer(BOB))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "previous_response_not_found")
     assert complete(url, BOB, "x", session=session).status_code == 404
     assert httpx.get(f"{url}/v1/sessions", headers=bearer(BOB)).json()["data"] == []
 

@@ -113,8 +113,9 @@ def test_responses_are_kept_until_they_are_deleted_unless_not_stored(client):
     for id_ in (response.id, unkept.id, "resp-none"):
         with pytest.raises(openai.NotFoundError, match="no response"):
             client.responses.retrieve(id_)
-        with pytest.raises(openai.NotFoundError, match="no response"):
+        with pytest.raises(openai.BadRequestError, match="no response") as caught:
             client.responses.create(model="scripted", previous_response_id=id_, input="hello")
+        assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
 
 
 def test_the_input_of_a_response_is_listed_and_referred_to(client):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from spolia.engine.fairness import Tenant
 from spolia.engine.request import Request
-from spolia.errors import InvalidRequest
+from spolia.errors import InvalidRequest, PromptTooLong
 from spolia.generation import Depth, Healing, SamplingParams, StopPattern, Vocabulary, build_pipeline
 from spolia.kernels import BLOCK_SIZE
 from spolia.kvcache import History, Wish
@@ -38,6 +38,7 @@ class Admission:
     Attributes:
         max_context: most tokens of prompt and answer, if there is KV memory for them.
         fitting_tokens: most tokens for which the pools, when empty, have blocks: as much as two contexts.
+        model_tokens: what the model is made for; 0: no more than `max_context`.
         max_sequences: lanes of the batch.
         namespace: the namespace of a cache salt.
         exact_namespace: that of requests which want exact KV; None: the same.
@@ -55,6 +56,7 @@ class Admission:
     max_sequences: int
     namespace: Callable[[str], bytes]
     clock: Callable[[], float]
+    model_tokens: int = 0
     exact_namespace: Callable[[str], bytes] | None = None
     has_exact_kv: bool = True
     depth: Depth = Depth(0, has_tied_head=False)  # noqa: RUF009 - frozen
@@ -228,11 +230,12 @@ class Admission:
             raise InvalidRequest(str(error), param="input", code=error.code) from None
         limit = self.context_tokens
         if len(ids) > limit and not truncate:
-            raise InvalidRequest(
-                f"an input has {len(ids)} tokens; the context, or what kv_memory holds of it, has {limit}. Shorten it, "
-                "or ask to truncate it",
+            raise PromptTooLong(
+                f'an input has {len(ids)} tokens; the context holds {limit}. Shorten it, or have it cut ("truncate": '
+                f"true). {self._larger_context()}",
                 param="input",
-                code="context_length_exceeded",
+                num_tokens=len(ids),
+                context_tokens=limit,
             )
         return ids[:limit]
 
@@ -279,6 +282,20 @@ class Admission:
             kept = np.concatenate([kept[:num_first], kept[len(kept) - room + num_first :]])
         return kept, len(token_ids) - len(kept)
 
+    def _larger_context(self) -> str:
+        """How to have one, where this one is too small."""
+        if self.fitting_tokens < self.max_context:
+            return (
+                "The memory for KV bounds it: start with more (--kv-memory, or --memory for all models; kv_memory in "
+                "Python), or with a smaller model, which leaves more"
+            )
+        if self.max_context < self.model_tokens:
+            return (
+                f"This model is made for up to {self.model_tokens}: start with a larger --max-context (max_context in "
+                "Python)"
+            )
+        return "This model is made for no more: take one with a longer context"
+
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         limit = self.context_tokens
         wanted = _wanted(params)
@@ -289,13 +306,13 @@ class Admission:
                 param="context_shift",
             )
         if num_prompt_tokens + wanted > limit:
-            raise InvalidRequest(
+            raise PromptTooLong(
                 f"the prompt has {num_prompt_tokens} tokens and {wanted} more are asked for, "
-                f"{num_prompt_tokens + wanted} in all; the context holds {limit}. "
-                "Shorten the prompt, lower max_tokens, or, if the model allows it, raise max_context or kv_memory, "
-                "which bounds it too",
+                f"{num_prompt_tokens + wanted} in all; the context holds {limit}. Shorten the prompt, lower "
+                f'max_tokens, or have the prompt cut ("truncate": "head" or "middle"). {self._larger_context()}',
                 param="prompt",
-                code="context_length_exceeded",
+                num_tokens=num_prompt_tokens,
+                context_tokens=limit,
             )
         return params.max_tokens if params.max_tokens is not None else limit - num_prompt_tokens
 

@@ -181,6 +181,7 @@ def build_engine(
         max_context=max_context,
         fitting_tokens=num_fitting,
         max_sequences=max_sequences,
+        model_tokens=model.context_length,
         namespace=lambda salt: namespace_key(**usual, salt=salt),
         exact_namespace=None if codec is None else lambda salt: namespace_key(**owner, salt=salt),
         clock=clock,

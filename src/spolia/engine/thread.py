@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from spolia.engine.core import EngineCore
 from spolia.engine.outputs import Delta
 from spolia.engine.request import Request
-from spolia.errors import Bug, InvalidRequest, Overloaded, SpoliaError, StorageUnavailable
+from spolia.errors import Bug, InvalidRequest, NotReady, SpoliaError, StorageUnavailable
 from spolia.tiers import HandedDown, Tier, TierUse, hand_down, held_alone, still_there
 
 __all__ = ["EngineThread", "RetiredTier"]
@@ -81,7 +81,7 @@ class EngineThread(Generic[S]):
 
         Raises:
             InvalidRequest: a request of that id is in flight. None of `requests` was taken.
-            Overloaded: draining or closed.
+            NotReady: draining or closed.
             Bug: a step failed earlier.
         """
         with self._changed:
@@ -103,7 +103,7 @@ class EngineThread(Generic[S]):
         """Run `function` between two steps.
 
         Raises:
-            Overloaded, Bug: as `submit`.
+            NotReady, Bug: as `submit`.
         """
         future: Future[T] = Future()
         with self._changed:
@@ -197,12 +197,14 @@ class EngineThread(Generic[S]):
     def drain(self) -> None:
         """Refuse new requests; those there are go on to their end."""
         with self._changed:
-            self._refusal = self._refusal or Overloaded("the engine is shutting down and takes no new requests")
+            self._refusal = self._refusal or NotReady(
+                "the engine is shutting down and takes no new requests; try again when it has been started anew"
+            )
 
     def _refuse_for_good(self) -> None:
         with self._changed:
             if not isinstance(self._refusal, Bug):
-                self._refusal = Overloaded("the engine is closed and takes no more requests; make another one")
+                self._refusal = NotReady("the engine is closed and takes no more requests; make another one")
 
     def wait_drained(self, timeout_s: float | None = None) -> bool:
         """Wait until no request is in flight; False if that took longer than `timeout_s`."""

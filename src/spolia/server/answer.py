@@ -27,7 +27,7 @@ from spolia.engine import (
     TokenStream,
     Wish,
 )
-from spolia.errors import InvalidRequest, Overloaded
+from spolia.errors import InvalidRequest, NotReady, Overloaded
 from spolia.generation import Stage
 from spolia.server.access import Caller, current_caller
 from spolia.server.conversations import Conversation
@@ -82,6 +82,7 @@ class Answer:
         self._caller = current_caller()
         self._deadline: asyncio.TimerHandle | None = None
         self._is_read = False
+        self._is_left = False
         self._ended_by: str | None = None
 
     @classmethod
@@ -224,6 +225,7 @@ class Answer:
 
         An answer that nobody has begun to read is settled here: there will be no end of its reading.
         """
+        self._is_left = True
         if not self._is_read:
             self._settle()
         for choice in range(len(self._streams)):
@@ -235,6 +237,7 @@ class Answer:
 
         Raises:
             TookTooLong: its time is up, and a choice has not begun.
+            NotReady: the engine was closed before its end.
             SpoliaError: the engine failed.
         """
         self._is_read = True
@@ -403,6 +406,11 @@ class Answer:
                 raise TookTooLong(
                     f"no token came within {self._served.request_timeout_s:g} s, the longest that an answer may take "
                     "here; try again later, shorten the prompt, or raise --request-timeout"
+                )
+            if delta.output.finish_reason == "abort" and not self._is_left:
+                raise NotReady(
+                    f"the server is ending, and this answer was cut off after {len(delta.output.token_ids)} tokens; "
+                    "send the request again when it has been started anew"
                 )
         return delta
 

@@ -17,6 +17,8 @@ from spolia.server.unknown_fields import ignored_fields
 
 __all__ = ["BodyDeadlines", "check_encoding", "read_body"]
 
+_REMEDY = "Send less at a time, or start the server with a larger --max-body"
+
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
@@ -84,12 +86,12 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     check_encoding(request)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
-        raise BodyTooLarge(f"the body has {declared} bytes; allowed are {max_bytes}")
+        raise BodyTooLarge(f"the body has {declared} bytes; allowed are {max_bytes}. {_REMEDY}")
     parts: list[bytes] = []
     num_bytes = 0
     async for part in request.stream():
         parts.append(part)
         num_bytes += len(part)
         if num_bytes > max_bytes:
-            raise BodyTooLarge(f"the body has more than {max_bytes} bytes, the limit")
+            raise BodyTooLarge(f"the body has more than the {max_bytes} bytes that are allowed. {_REMEDY}")
     return b"".join(parts)

@@ -1,12 +1,13 @@
 """Errors with the right status, in the shape that the clients of each API know.
 
 OpenAI's, and ours   {"error": {"message", "type", "param", "code"}}
-Anthropic's          {"type": "error", "error": {"type", "message"}, "request_id"}   under /v1/messages
+Anthropic's          {"type": "error", "error": {"type", "message"}, "request_id"}   under /v1/messages; overloaded: 529
 Ollama's             {"error": "message"}                                under /api
 llama.cpp's          {"error": {"code", "message", "type", "param"}}     of its own paths; the code is the status
 
-InvalidRequest 400 · Unauthorized 401 · Forbidden 403 · UnknownModel, UnknownThing, UnknownSession 404 ·
-BodyTooSlow 408 · Conflict, SessionBusy, SessionConflict 409 · BodyTooLarge 413 · Overloaded 429 ·
+InvalidRequest, UnknownResponse 400 · Unauthorized 401 · Forbidden 403 ·
+UnknownModel, UnknownThing, UnknownSession 404 · BodyTooSlow 408 ·
+Conflict, SessionBusy, SessionConflict 409 · BodyTooLarge 413 · Overloaded 429 ·
 NotReady, StorageUnavailable 503 · TookTooLong 504 · others 500
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Mapping
 from http import HTTPStatus
 from urllib.parse import quote
 
@@ -24,7 +26,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from spolia.engine import SessionBusy, SessionConflict, UnknownSession
-from spolia.errors import InvalidRequest, NotReady, Overloaded, SpoliaError, StorageUnavailable, UnknownModel
+from spolia.errors import (
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    PromptTooLong,
+    SpoliaError,
+    StorageUnavailable,
+    UnknownModel,
+)
 
 __all__ = [
     "REQUEST_ID",
@@ -33,9 +43,11 @@ __all__ = [
     "Conflict",
     "ErrorBody",
     "Forbidden",
+    "QuotaExceeded",
     "RateLimited",
     "TookTooLong",
     "Unauthorized",
+    "UnknownResponse",
     "UnknownThing",
     "anthropic_error_body",
     "error_body",
@@ -88,6 +100,14 @@ class RateLimited(Overloaded):
         self.retry_after_s = retry_after_s
 
 
+class QuotaExceeded(RateLimited):
+    """The key has used up what it gets a day (HTTP 429); clients that know OpenAI's code do not try again at once."""
+
+
+class UnknownResponse(InvalidRequest):
+    """The response to go on from is not here (HTTP 400, as OpenAI has it)."""
+
+
 class TookTooLong(Overloaded):
     """Not one token came within `ServerConfig.request_timeout_s` (HTTP 504)."""
 
@@ -97,10 +117,6 @@ class ErrorBody(msgspec.Struct, frozen=True):
     type: str
     param: str | None = None
     code: str | None = None
-
-
-class _Envelope(msgspec.Struct, frozen=True):
-    error: ErrorBody
 
 
 # Status, OpenAI's type, and the code where the error has none. The first class that fits wins: subclasses come first.
@@ -115,10 +131,12 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
     (Unauthorized, 401, "authentication_error", "invalid_api_key"),
     (Forbidden, 403, "permission_error", "not_allowed"),
+    (UnknownResponse, 400, "invalid_request_error", "previous_response_not_found"),
     (InvalidRequest, 400, "invalid_request_error", None),
     (NotReady, 503, "service_unavailable_error", "not_ready"),
     (StorageUnavailable, 503, "service_unavailable_error", "storage_unavailable"),
     (TookTooLong, 504, "timeout_error", "request_timeout"),
+    (QuotaExceeded, 429, "insufficient_quota", "insufficient_quota"),
     (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (SpoliaError, 500, "server_error", None),
@@ -134,18 +152,9 @@ def _kind(error: Exception) -> tuple[int, str, str | None]:
     return 500, "server_error", None
 
 
-def error_body(error: Exception) -> bytes:
-    """The JSON body. An error that is not ours says nothing of the inside; its traceback is in the log."""
-    _, type_, code = _kind(error)
-    message = str(error) if isinstance(error, SpoliaError) else "internal error; the server's log has the details"
-    own_code = getattr(error, "code", None) if isinstance(error, InvalidRequest) else None
-    param = error.param if isinstance(error, InvalidRequest) else None
-    if isinstance(error, UnknownModel):
-        param = "model"
-    return msgspec.json.encode(_Envelope(ErrorBody(message, type_, param, own_code or code)))
-
-
-# Anthropic's words for statuses; their 4xx and 5xx beyond these are the first and the last.
+# Anthropic's statuses, where they are not ours, and its words for them; 4xx and 5xx beyond these are the first and the
+# last.
+_ANTHROPIC_OVERLOADED = 529
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -153,50 +162,87 @@ _ANTHROPIC_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    503: "overloaded_error",
     504: "timeout_error",
+    _ANTHROPIC_OVERLOADED: "overloaded_error",
     500: "api_error",
 }
-
+_IS_OVERLOADED = frozenset({"not_ready", "overloaded", "storage_unavailable"})
 
 # llama.cpp's words, where they are not OpenAI's, and the paths that only it has.
 _LLAMACPP_TYPES = {404: "not_found_error", 501: "not_supported_error", 503: "unavailable_error"}
 _LLAMACPP_PATHS = re.compile(r"/(completions?|infill|embeddings?|apply-template|props|slots(/.*)?|lora-adapters)")
 
 
-def anthropic_error_body(error: Exception) -> bytes:
-    return _in_shape("/v1/messages", _kind(error)[0], error_body(error))
+def _told(error: Exception) -> ErrorBody:
+    """In OpenAI's words. An error that is not ours says nothing of the inside; its traceback is in the log."""
+    _, type_, code = _kind(error)
+    message = str(error) if isinstance(error, SpoliaError) else "internal error; the server's log has the details"
+    own_code = getattr(error, "code", None) if isinstance(error, InvalidRequest) else None
+    param = error.param if isinstance(error, InvalidRequest) else None
+    if isinstance(error, UnknownModel):
+        param = "model"
+    return ErrorBody(message, type_, param, own_code or code)
+
+
+def error_body(error: Exception) -> bytes:
+    """The JSON body as OpenAI has it."""
+    return msgspec.json.encode({"error": _told(error)})
+
+
+def anthropic_error_body(error: Exception, request_id: str | None = None) -> bytes:
+    """The JSON body as Anthropic has it."""
+    return _anthropic(_kind(error)[0], _told(error), request_id)[1]
 
 
 def llamacpp_error_body(error: Exception) -> bytes:
-    return _in_shape("/completion", _kind(error)[0], error_body(error))
+    """The JSON body as llama.cpp has it."""
+    return _llamacpp(_kind(error)[0], _told(error), _sizes(error))
 
 
 def ollama_error_body(error: Exception) -> bytes:
-    return _in_shape("/api/", _kind(error)[0], error_body(error))
+    """The JSON body as Ollama has it."""
+    return msgspec.json.encode({"error": _told(error).message})
 
 
-def _in_shape(path: str, status: int, body: bytes) -> bytes:
-    """`body`, which is in OpenAI's shape, as the clients of `path` know it."""
-    error = msgspec.json.decode(body, type=_Envelope).error
+def _anthropic(status: int, error: ErrorBody, request_id: str | None) -> tuple[int, bytes]:
+    if error.code in _IS_OVERLOADED:
+        status = _ANTHROPIC_OVERLOADED
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    shown: dict[str, object] = {"type": "error", "error": {"type": kind, "message": error.message}}
+    return status, msgspec.json.encode(shown if request_id is None else {**shown, "request_id": request_id})
+
+
+def _llamacpp(status: int, error: ErrorBody, sizes: Mapping[str, int]) -> bytes:
+    kind = "exceed_context_size_error" if sizes else _LLAMACPP_TYPES.get(status, error.type)
+    shown = {"code": status, "message": error.message, "type": kind, "param": error.param, **sizes}
+    return msgspec.json.encode({"error": shown})
+
+
+def _sizes(error: Exception) -> dict[str, int]:
+    """What llama.cpp tells of a prompt that is too long."""
+    return (
+        {"n_prompt_tokens": error.num_tokens, "n_ctx": error.context_tokens} if isinstance(error, PromptTooLong) else {}
+    )
+
+
+def _response(
+    status: int, error: ErrorBody, sizes: Mapping[str, int], request: Request, headers: Mapping[str, str] | None
+) -> Response:
+    """An error of ours or of routing, as the clients of the path that was asked know it."""
+    path = request.url.path
     if path.startswith("/v1/messages"):
-        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
-    if path.startswith("/api/"):
-        return msgspec.json.encode({"error": error.message})
-    if _LLAMACPP_PATHS.fullmatch(path):
-        is_too_long = error.code == "context_length_exceeded"
-        kind = "exceed_context_size_error" if is_too_long else _LLAMACPP_TYPES.get(status, error.type)
-        shown = {"code": status, "message": error.message, "type": kind, "param": error.param}
-        return msgspec.json.encode({"error": shown})
-    return body
+        status, body = _anthropic(status, error, request.scope.get(REQUEST_ID))
+    elif path.startswith("/api/"):
+        body = msgspec.json.encode({"error": error.message})
+    elif _LLAMACPP_PATHS.fullmatch(path):
+        body = _llamacpp(status, error, sizes)
+    else:
+        body = msgspec.json.encode({"error": error})
+    return Response(body, status, headers, media_type="application/json")
 
 
-def error_response(error: Exception, path: str = "") -> Response:
-    """
-    Args:
-        path: that was asked, whose clients read the answer.
-    """
+def error_response(error: Exception, request: Request) -> Response:
+    """The answer to an exception, as the clients of the path that was asked know it."""
     status, _, _ = _kind(error)
     wait_s = error.retry_after_s if isinstance(error, RateLimited) else _RETRY_AFTER_S
     headers = {"retry-after": str(max(1, math.ceil(wait_s)))} if status in (429, 503) else {}
@@ -204,7 +250,7 @@ def error_response(error: Exception, path: str = "") -> Response:
         headers["www-authenticate"] = "Bearer"
     if status == 408:
         headers["connection"] = "close"  # the rest of that body may still come
-    return Response(_in_shape(path, status, error_body(error)), status, headers, media_type="application/json")
+    return _response(status, _told(error), _sizes(error), request, headers)
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
@@ -212,7 +258,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
     if _kind(error)[0] == 500:
         told = (request.scope.get(REQUEST_ID, "-"), request.method, quote(request.url.path))
         logger.error("request=%s %s %s failed", *told, exc_info=error)
-    return error_response(error, request.url.path)
+    return error_response(error, request)
 
 
 async def handle_disconnect(_: Request, __: Exception) -> Response:
@@ -225,6 +271,5 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     name = HTTPStatus(error.status_code).name.lower()
-    body = msgspec.json.encode(_Envelope(ErrorBody(str(error.detail), "invalid_request_error", None, name)))
-    body = _in_shape(request.url.path, error.status_code, body)
-    return Response(body, error.status_code, error.headers, media_type="application/json")
+    body = ErrorBody(str(error.detail), "invalid_request_error", None, name)
+    return _response(error.status_code, body, {}, request, error.headers)

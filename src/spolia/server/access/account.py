@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from spolia.server.access.keys import KeySettings
-from spolia.server.errors import RateLimited
+from spolia.server.errors import QuotaExceeded, RateLimited
 
 __all__ = ["Account"]
 
@@ -94,7 +94,8 @@ class Account:
         name = max(waits, key=lambda name: waits[name], default="")
         if waits.get(name, 0) > 0:
             limit = getattr(settings, name)
-            raise RateLimited(
+            kind = QuotaExceeded if name == "tokens_per_day" else RateLimited
+            raise kind(
                 f"the key {settings.name!r} has used up its {name}, {limit}; try again in {math.ceil(waits[name])} s",
                 retry_after_s=waits[name],
             )

@@ -94,6 +94,7 @@ def _sampling_params(body: MessagesRequest) -> SamplingParams:
         "top_p": body.top_p,
         "top_k": body.top_k,
         "seed": body.seed,
+        "truncate": body.truncate,
         "stop": None if body.stop_sequences is None else tuple(body.stop_sequences),
         "thinking_budget": None if body.thinking is None else body.thinking.budget_tokens,
         "structured_outputs": body.form(),
@@ -153,7 +154,7 @@ class _Message:
             async for parts in turn.parts():
                 yield b"".join(event for part in parts for event in self._events_of(part))
         except SpoliaError as error:
-            yield b"event: error\ndata: %b\n\n" % anthropic_error_body(error)
+            yield b"event: error\ndata: %b\n\n" % anthropic_error_body(error, turn.answer.id)
             return
         if not self._has_answered:
             yield self._end_block() + self._begin_block({"type": "text", "text": ""})

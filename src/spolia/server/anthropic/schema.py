@@ -99,7 +99,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """`/v1/messages`. `cache_salt`, `resumable` and `seed` are ours."""
+    """`/v1/messages`. `cache_salt`, `resumable`, `seed` and `truncate` are ours."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -110,6 +110,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     cache_salt: str | None = None
     resumable: bool | None = None
     seed: int | None = None
+    truncate: str | None = None
 
 
 class CacheCreation(msgspec.Struct):

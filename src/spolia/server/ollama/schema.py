@@ -100,12 +100,15 @@ class _Keeping(ModelRequest, kw_only=True):
 
 
 class _Generating(_Keeping, kw_only=True):
+    """`truncate`: true drops the beginning of a prompt that is too long; here that is not the default."""
+
     stream: bool = True
     options: Options | None = None
     think: bool | str | None = None
     format: Any = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    truncate: bool | str | None = None
     resumable: bool | None = None
 
     def sampling_params(self, served: ServedModel) -> SamplingParams:
@@ -121,6 +124,8 @@ class _Generating(_Keeping, kw_only=True):
             more["structured_outputs"] = {"json_object": True} if self.format == "json" else {"json": self.format}
         if self.logprobs:
             more["logprobs"] = self.top_logprobs or 0
+        if self.truncate:
+            more["truncate"] = "head" if self.truncate is True else self.truncate
         options = self.options or Options()
         if served.recipe is not None:
             options = options.over(Options.of(served.recipe.parameters))

@@ -12,12 +12,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spolia.errors import InvalidRequest, SpoliaError
+from spolia.errors import InvalidRequest, PromptTooLong, SpoliaError
 from spolia.models import Model
 from spolia.server.access import current_caller
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
-from spolia.server.errors import UnknownThing, error_body
+from spolia.server.errors import UnknownResponse, UnknownThing, error_body
 from spolia.server.prompting import Conversation, effort_variables
 from spolia.server.responses.schema import ResponsesRequest, messages_of, tool_use_of, with_ids
 from spolia.server.resuming import ResumableStreams, stream
@@ -79,15 +79,19 @@ class ResponsesEndpoints:
         conversation, items = self._conversation(body, served.model)
         if body.truncation == "auto":
             conversation = await _fitting(conversation, served, body.max_output_tokens)
-        turn = await Turn.begin(
-            "resp",
-            served,
-            conversation,
-            body.sampling_params(),
-            cache_salt=body.cache_salt or "",
-            max_waiting=self._config.max_waiting,
-            is_limit_soft=True,
-        )
+        try:
+            turn = await Turn.begin(
+                "resp",
+                served,
+                conversation,
+                body.sampling_params(),
+                cache_salt=body.cache_salt or "",
+                max_waiting=self._config.max_waiting,
+                is_limit_soft=True,
+            )
+        except PromptTooLong as error:
+            told = str(error).replace('"truncate": "head" or "middle"', '"truncation": "auto"')
+            raise InvalidRequest(told, param="input", code=error.code) from None
         reply = _Reply(turn, body)
         headers = {"x-request-id": turn.answer.id}
         if body.stream:
@@ -149,10 +153,10 @@ class ResponsesEndpoints:
 
         Raises:
             InvalidRequest: an item or a tool that is not well-formed.
-            UnknownThing: it refers to what is not kept here.
+            UnknownThing, UnknownResponse: it refers to what is not kept here.
         """
         body.check()
-        before = [] if body.previous_response_id is None else self._find(body.previous_response_id).items
+        before = [] if body.previous_response_id is None else self._previous(body.previous_response_id).items
         new = with_ids(body.input)
         new = [self._find_item(item) if item.get("type") == "item_reference" else item for item in new]
         messages = [*messages_of(before), *messages_of(new)]
@@ -168,10 +172,16 @@ class ResponsesEndpoints:
     def _find(self, response_id: str) -> _Stored:
         stored = self._stored.get(response_id)
         if stored is None or stored.tenant != current_caller().tenant:
-            raise UnknownThing(
-                f"no response {response_id!r} is kept here; the last {_MAX_STORED} are", param="previous_response_id"
-            )
+            raise UnknownThing(f"no response {response_id!r} is kept here; the last {_MAX_STORED} are")
         return stored
+
+    def _previous(self, response_id: str) -> _Stored:
+        try:
+            return self._find(response_id)
+        except UnknownThing as error:
+            raise UnknownResponse(
+                f"{error}: send the conversation itself as input", param="previous_response_id"
+            ) from None
 
     def _find_item(self, reference: dict[str, Any]) -> dict[str, Any]:
         tenant = current_caller().tenant
