@@ -201,6 +201,28 @@ REPLIES = [
         [],
     ),
     (
+        "functiongemma",
+        "<start_function_call>call:weather{city:<escape>Rome<escape>}<end_function_call>"
+        "<start_function_call>call:time{}<end_function_call>",
+        "",
+        [ROME, TIME],
+    ),
+    (
+        "gemma4",
+        'So.<|tool_call>call:weather{city:<|"|>a "b" <|, }<|"|>,days:5,near:[<|"|>x<|"|>,<|"|>y<|"|>],warm:true,'
+        'free:{a:{},"b":"c,}",d:odd}}<tool_call|>',
+        "So.",
+        [
+            (
+                "weather",
+                '{"city": "a \\"b\\" <|, }", "days": 5, "near": ["x", "y"], "warm": true, '
+                '"free": {"a": {}, "b": "c,}", "d": "odd"}}',
+            )
+        ],
+    ),
+    ("gemma4", '<|tool_call>call:weather{city:<|"|>Ro', "", [("weather", '{"city": "Ro')]),
+    ("gemma4", "<|tool_call>call:weather in Rome", "<|tool_call>call:weather in Rome", []),
+    (
         "minimax",
         '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n</invoke>\n'
         '<invoke name="time">\n</invoke>\n</minimax:tool_call>',
@@ -347,6 +369,12 @@ TEMPLATES = {
 {{ value if value is string else value | tojson }}</parameter>
 {% endfor %}</invoke>
 {% endfor %}</minimax:tool_call>""",
+    "functiongemma": """{% macro put(v) %}{% if v is string %}<escape>{{ v }}<escape>{% elif v is mapping %}\
+{{ '{' }}{% for k, w in v | dictsort %}{% if not loop.first %},{% endif %}{{ k }}:{{ put(w) }}{% endfor %}{{ '}' }}\
+{% elif v is sequence %}[{% for w in v %}{% if not loop.first %},{% endif %}{{ put(w) }}{% endfor %}]\
+{% else %}{{ v | tojson }}{% endif %}{% endmacro %}\
+{% for call in calls %}<start_function_call>call:{{ call.function.name }}{{ put(call.function.arguments) }}\
+<end_function_call>{% endfor %}""",
     "granite": """<|start_of_role|>assistant<|end_of_role|><|tool_call|>[{% for call in calls %}\
 {{ call.function | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}]""",
     "command": """<|START_ACTION|>[{% for call in calls %}
@@ -354,6 +382,14 @@ TEMPLATES = {
 {{ call.function.arguments | tojson }}}{% if not loop.last %},{% endif %}{% endfor %}
 ]<|END_ACTION|>""",
 }
+
+
+TEMPLATES["gemma4"] = (
+    TEMPLATES["functiongemma"]
+    .replace("<escape>", '<|"|>')
+    .replace("<start_function_call>", "<|tool_call>")
+    .replace("<end_function_call>", "<tool_call|>")
+)
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

@@ -36,6 +36,7 @@ class Format:
         name_key, argument_key: what the family calls the tool's name and the arguments.
         is_special: the marks are special tokens, which text leaves out unless asked to show them.
         shape: how a call is written between the marks; None: as a JSON object with its name.
+        stop: what the model goes on with, after its calls, where an answer to them is to be put in.
         hints: texts which, all in a chat template, give the family away.
         new_id: makes the id of a call.
     """
@@ -47,6 +48,7 @@ class Format:
     argument_key: str = "arguments"
     is_special: bool = False
     shape: Shape | None = None
+    stop: tuple[str, ...] = ()
     hints: tuple[str, ...]
     new_id: Callable[[], str] = _openai_id
 
@@ -139,6 +141,22 @@ FORMATS: dict[str, Format] = {
         is_special=True,
         shape=Shape(before=_CALL, after=_SEP, end=_END),
         hints=(_SEP,),
+    ),
+    "functiongemma": Format(
+        opening="<start_function_call>",
+        closing="<end_function_call>",
+        is_special=True,
+        shape=Shape(before="call:", quote="<escape>"),
+        stop=("<start_function_response>",),
+        hints=("<start_function_call>",),
+    ),
+    "gemma4": Format(
+        opening="<|tool_call>",
+        closing="<tool_call|>",
+        is_special=True,
+        shape=Shape(before="call:", quote='<|"|>'),
+        stop=("<|tool_response>",),
+        hints=("<|tool_call>",),
     ),
     "kimi": Format(
         opening="<|tool_calls_section_begin|>",

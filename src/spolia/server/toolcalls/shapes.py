@@ -35,7 +35,8 @@ class Parameters:
 class Shape:
     """
     Attributes:
-        parameters: None where the arguments are a JSON object.
+        parameters: None where the arguments are an object.
+        quote: what stands around strings in the arguments' object, whose keys are bare then; None: it is JSON.
         ends_outside: `end` is the closing mark of the calls, which is left for whoever reads on.
         prefix: stands before each name and is not of it.
         is_numbered: each name has a number after a colon; with both, it is the call's id.
@@ -45,6 +46,7 @@ class Shape:
     after: str = ""
     end: str = ""
     parameters: Parameters | None = None
+    quote: str | None = None
     ends_outside: bool = False
     prefix: str = ""
     is_numbered: bool = False

@@ -103,6 +103,8 @@ class ToolUse:
         format_ = self.format(model)
         if format_.is_special:
             params = replace(params, skip_special_tokens=False)
+        if format_.stop:
+            params = replace(params, stop=(*params.stop, *format_.stop))
         form = params.structured_outputs
         if not self.must_call:
             if form is not None and self._callable:

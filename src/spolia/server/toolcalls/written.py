@@ -8,6 +8,7 @@ from enum import Enum, auto
 from itertools import accumulate
 from typing import Any
 
+from spolia.server.toolcalls.bare import BareScanner
 from spolia.server.toolcalls.scanner import CallScanner
 from spolia.server.toolcalls.shapes import Parameters, Shape, is_text, kinds_of, value_of
 
@@ -47,8 +48,8 @@ class _At(Enum):
     BEFORE = auto()
     NAME = auto()
     AFTER = auto()
-    ARGUMENTS = auto()  # JSON
-    END = auto()  # after JSON
+    ARGUMENTS = auto()  # an object
+    END = auto()  # after it
     PARAMETER = auto()  # before one, or before the end
     KEY = auto()
     MIDDLE = auto()
@@ -76,7 +77,7 @@ class WrittenScanner:
         self._literal = _Literal(shape.before)
         self._ending = _Literal(shape.end)
         self._written = ""  # the name as it stands there
-        self._json = CallScanner("")
+        self._object = CallScanner("") if shape.quote is None else BareScanner(shape.quote)
         self._key = ""
         self._value = _Value("", frozenset(), has_lines=False)
         self._arguments: list[str] = []
@@ -114,6 +115,9 @@ class WrittenScanner:
         """The reply ends here: what was held back of a value is all that came of it."""
         if self._at is _At.VALUE:
             self._arguments.append(self._value.cut())
+        elif self._at is _At.ARGUMENTS:
+            self._object.finish()
+            self._arguments.append(self._object.take_arguments())
 
     def _take(self, char: str) -> None:
         match self._at:
@@ -124,7 +128,7 @@ class WrittenScanner:
             case _At.NAME:
                 self._take_in_name(char)
             case _At.ARGUMENTS:
-                self._take_in_json(char)
+                self._take_in_object(char)
             case _At.END:
                 if not self._ending.take(char):
                     self._finish_with(self._ending.read + char)
@@ -176,7 +180,7 @@ class WrittenScanner:
             self.name = self._shape.name_in(self._written)
             self.id = self._written if self._shape.is_numbered else None
 
-    def _take_in_json(self, char: str) -> None:
+    def _take_in_object(self, char: str) -> None:
         if self.name is None:
             if char.isspace():
                 return
@@ -184,9 +188,9 @@ class WrittenScanner:
                 self._at = _At.BROKEN
                 return
             self._announce()
-        self._json.feed(char)
-        self._arguments.append(self._json.take_arguments())
-        if self._json.is_done:
+        self._object.feed(char)
+        self._arguments.append(self._object.take_arguments())
+        if self._object.is_done:
             self._at = _At.END
 
     def _begin_parameter(self) -> None:
