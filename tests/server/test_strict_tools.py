@@ -19,8 +19,10 @@ from llguidance import LLMatcher
 from openai import OpenAI
 
 from engine.toy import EOS
+from spolia.errors import InvalidRequest
 from spolia.generation import ReasoningSplitter, StructuredOutput, Vocabulary
 from spolia.server.toolcalls import FORMATS, Format, ToolCallParser, gather
+from spolia.server.toolcalls.shapes import Shape
 from spolia.server.toolcalls.strict import call_grammar, form_or_calls_grammar, one_call_grammar
 
 from .harness import ChattyToy, TextTokenizer, ThinkingTemplate, scripted_engine, serving
@@ -72,6 +74,7 @@ class Walk:
         written = [format_.opening, format_.closing]
         if (shape := format_.shape) is not None:
             written += re.findall(r"<[^<>]+>", shape.before + shape.after + shape.end)
+            written += [shape.quote or ""]
         marks = tuple(mark.encode() for mark in written if mark and format_.is_special)
         self.tokenizer = MarkedTokenizer((*marks, b"<|other|>"))
         vocabulary = Vocabulary(
@@ -110,6 +113,13 @@ class Walk:
     @property
     def text(self) -> str:
         return self.tokenizer.decode(self.ids, skip_special=False)
+
+
+def closing_of(shape: Shape | None) -> str | None:
+    """What ends a text that is not JSON's."""
+    if shape is None:
+        return None
+    return shape.parameters.closing if shape.parameters is not None else shape.quote
 
 
 def calls_of(format_: Format, text: str, splitter: ReasoningSplitter | None = None) -> list[tuple[str, str]]:
@@ -176,6 +186,24 @@ def test_whatever_a_model_writes_the_calls_of_strict_tools_are_of_their_schema(f
                 f"{parameters.opening}{key}{parameters.middle}{line}{value}{line}{parameters.closing}"
                 for key, value in (("city", "Rome"), ("city", ""), ("days", "5"), ("days", "ten"), ("else", "5"))
             ] * 4 + [parameters.closing] * 4
+        if shape.quote is not None:
+            text = shape.quote
+            pool += [
+                *[
+                    f"{{city:{text}Rome{text},days:2}}",
+                    f"{{city:{text}Rome{text},days:",
+                    f"{{city:{text}{text},days:10}}",
+                ]
+                * 6,
+                *(
+                    f"{{days:2,city:{text}Rome{text}}}",
+                    "{city:Rome,days:2}",
+                    '{city:"Rome",days:2}',
+                    "2}",
+                    "{}",
+                    "{x:[1]}",
+                ),
+            ]
     num_strict = 0
     for _ in range(60):
         make = lambda: None if thinks is None else ReasoningSplitter(is_open=thinks == "does")  # noqa: E731
@@ -192,8 +220,8 @@ def test_whatever_a_model_writes_the_calls_of_strict_tools_are_of_their_schema(f
         for _ in range(400):  # to an end: what is forced first, or else whatever closes things
             if walk.may_end() or not (allowed := walk.allowed()):
                 break
-            if shape is not None and shape.parameters is not None and rng.random() < 0.2:
-                walk.take(shape.parameters.closing.encode())
+            if rng.random() < 0.2 and (closing := closing_of(shape)) is not None:
+                walk.take(closing.encode())
                 continue
             wanted = [id_ for id_ in b'"}]' if id_ in allowed]
             walk.take([rng.choice(wanted or allowed)])
@@ -238,7 +266,7 @@ def test_a_reply_with_a_form_and_tools_is_of_the_form_or_calls_and_nothing_else(
             if walk.may_end() or not (allowed := walk.allowed()):
                 break
             if (shape := format_.shape) is not None and rng.random() < 0.2:
-                walk.take((shape.parameters.closing if shape.parameters is not None else shape.end).encode())
+                walk.take((closing_of(shape) or shape.end).encode())
                 continue
             wanted = [id_ for id_ in b'"}]' if id_ in allowed]
             walk.take([rng.choice(wanted if wanted and rng.random() < 0.6 else allowed)])
@@ -284,15 +312,15 @@ def test_what_a_random_model_must_call_is_read_as_one_call_of_the_schema(family)
         {"type": "function", "function": {"name": name, "parameters": MIXED}} for name in ("weather", "weather_more")
     ]
     validator = jsonschema.Draft202012Validator(MIXED)
-    parameters = format_.shape.parameters if format_.shape is not None else None
+    closing = closing_of(format_.shape)
     num_whole = 0
     for _ in range(15):
         walk = Walk(format_, one_call_of=tools)
         for _ in range(1500):
             if walk.may_end() or not (allowed := walk.allowed()):
                 break
-            if parameters is not None and rng.random() < 0.1:
-                walk.take(parameters.closing.encode())
+            if closing is not None and rng.random() < 0.1:
+                walk.take(closing.encode())
                 continue
             wanted = [id_ for id_ in b'"}]>' if id_ in allowed] if rng.random() < 0.5 else []
             walk.take([rng.choice(wanted or allowed)])
@@ -305,12 +333,81 @@ def test_what_a_random_model_must_call_is_read_as_one_call_of_the_schema(family)
             schemas={"weather": MIXED, "weather_more": MIXED},
             begun_with=format_.beginning,
         )
-        text = walk.text if parameters is not None else walk.text + "\n"
+        text = walk.text if closing is not None else walk.text + "\n"
         content, (call,) = gather([*parser.feed(text), *parser.finish()])
         assert not content.strip()
         assert call.name in ("weather", "weather_more")
         assert validator.is_valid(json.loads(call.arguments)), walk.text
     assert num_whole > 5
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "tree": {"$ref": "#/$defs/Tree"},
+        "size": {"anyOf": [{"type": "integer", "minimum": 3}, {"enum": ["small", "large", None]}]},
+        "pairs": {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "number"}, "maxItems": 2},
+            "minItems": 1,
+        },
+        "free": {"type": "object"},
+    },
+    "required": ["size", "pairs"],
+    "additionalProperties": False,
+    "$defs": {
+        "Tree": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "trees": {"type": "array", "items": {"$ref": "#/$defs/Tree"}}},
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("family", ["functiongemma", "gemma4"])
+def test_objects_with_bare_keys_are_held_to_schemas_that_nest_and_refer_to_themselves(family):
+    format_, rng = FORMATS[family], random.Random(family)
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": NESTED}}]
+    validator, seen = jsonschema.Draft202012Validator(NESTED), set()
+    for _ in range(80):
+        walk = Walk(format_, one_call_of=tools)
+        for _ in range(600):
+            if walk.may_end() or not (allowed := walk.allowed()):
+                break
+            if rng.random() < 0.3:
+                walk.take(closing_of(format_.shape).encode())
+                continue
+            wanted = [id_ for id_ in b"}]" if id_ in allowed] if rng.random() < 0.6 else []
+            walk.take([rng.choice(wanted or allowed)])
+        if walk.may_end():
+            parser = ToolCallParser(format_, {"weather"}, schemas={"weather": NESTED}, begun_with=format_.beginning)
+            _, (call,) = gather([*parser.feed(walk.text), *parser.finish()])
+            said = json.loads(call.arguments)
+            assert validator.is_valid(said), walk.text
+            seen |= {*said, *(type(said["size"]).__name__,)}
+            seen |= {"nested"} if said.get("tree", {}).get("trees") else set()
+    assert seen == {"tree", "size", "pairs", "free", "int", "str", "NoneType", "nested"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"properties": {"a b": {"type": "string"}}, "required": ["a b"]}, "'a b'"),
+        ({"properties": {"when": {"type": "string", "format": "date"}}}, "'format'"),
+        ({"properties": {"x": {"type": "array", "uniqueItems": True}}}, "'uniqueItems'"),
+        ({"properties": {"x": {"allOf": [{"type": "string"}]}}}, "'allOf'"),
+        ({"properties": {"x": {"enum": [[1]]}}}, "'enum'"),
+    ],
+)
+def test_what_objects_with_bare_keys_cannot_be_held_to_is_refused_for_strict_tools_only(schema, named):
+    format_ = FORMATS["gemma4"]
+    tokenizer: Any = Walk(format_).tokenizer
+    function = {"name": "weather", "parameters": {"type": "object", **schema}}
+    call_grammar(format_, [*TOOLS, {"type": "function", "function": function}], tokenizer)
+    with pytest.raises(InvalidRequest, match=named):
+        call_grammar(format_, [{"type": "function", "function": {**function, "strict": True}}], tokenizer)
 
 
 ROME = '{"city": "Rome", "days": 2}'

@@ -17,7 +17,8 @@ from typing import Any
 from spolia.generation import ReasoningSplitter, StructuredOutput, form_rule, json_rule
 from spolia.models import Tokenizer
 from spolia.server.toolcalls.formats import Format
-from spolia.server.toolcalls.rules import SPACE, Marks, call_rules, pattern_of
+from spolia.server.toolcalls.rules import call_rules
+from spolia.server.toolcalls.texts import SPACE, Marks, pattern_of
 
 __all__ = ["bare_beginning", "call_grammar", "form_or_calls_grammar", "one_call_grammar"]
 
