@@ -468,8 +468,8 @@ def test_four_branches_of_one_trunk_that_lies_in_a_tier_bring_it_up_once():
 
 def test_who_waits_for_what_another_brings_up_goes_on_when_that_one_leaves():
     backend = stored(FaultyBackend())
-    backend.hang()
     engine = engine_on(backend)
+    backend.hang()
     first, second = submit(engine, PROMPT), submit(engine, PROMPT)
     engine.core.step()
     engine.core.abort(first.request_id)

@@ -256,8 +256,8 @@ def with_stored_conversation() -> FaultyBackend:
 @pytest.mark.parametrize("error", [StorageUnavailable("no"), ConnectionResetError("gone"), MemoryError()])
 def test_a_tier_that_fails_costs_a_restore_and_no_answer(error):
     backend = with_stored_conversation()
-    backend.error = error
     engine = on_tier(backend)
+    backend.error = error
     output = answer(engine, CONVERSATION)
     assert_right(output, CONVERSATION)
     assert output.num_cached_tokens == 0
@@ -267,8 +267,8 @@ def test_a_tier_that_fails_costs_a_restore_and_no_answer(error):
 
 def test_a_tier_that_hangs_delays_a_request_for_a_while_and_the_next_not_at_all():
     backend = with_stored_conversation()
-    backend.hang()
     engine = toy_engine(tiers=[Tier("disk", backend, stall_s=0.3)], clock=time.monotonic)
+    backend.hang()
     started_s = time.monotonic()
     assert_right(answer(engine, CONVERSATION), CONVERSATION)
     assert time.monotonic() - started_s < 10
@@ -296,8 +296,8 @@ def test_a_slow_tier_does_not_hold_up_others(tmp_path):
 
 def test_aborting_while_a_restore_is_under_way_leaves_nothing_behind():
     backend = with_stored_conversation()
-    backend.hang()
     engine = on_tier(backend)
+    backend.hang()
     request = submit(engine, CONVERSATION)
     engine.core.abort(request.request_id)
     ((_, delta),) = engine.core.step()
@@ -565,8 +565,8 @@ def test_a_selective_tier_takes_what_was_used_often_enough(tmp_path):
 
 def test_best_effort_never_waits():
     backend = with_stored_conversation()
-    backend.hang()
     engine = toy_engine(tiers=[Tier("disk", backend)], fetch="best_effort", clock=time.monotonic)
+    backend.hang()
     request = submit(engine, CONVERSATION)
     steps = 0
     while engine.core.has_work:
