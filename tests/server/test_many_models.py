@@ -123,11 +123,11 @@ def test_a_model_is_loaded_once_for_all_who_wait_for_it():
 
     def load(kv_bytes: int | None) -> AsyncEngine:
         loads.append(kv_bytes)
-        time.sleep(0.2)
+        eventually(lambda: httpx.get(f"{url}/load").json() == {"server_load": 8})  # all are there
         return source.load(kv_bytes)
 
     with serving({"a": ModelSource(load=load, size_bytes=lambda: 60 * MB)}, ROOM_FOR_ONE) as url:
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor(8) as pool:
             replies = list(pool.map(lambda _: complete(url, "a"), range(8)))
         assert [reply.status_code for reply in replies] == [200] * 8
     assert loads == [16 * MB]  # a quarter of the 40 MB that are left, but no less than this
