@@ -72,8 +72,8 @@ def test_the_commands_reach_the_server(url, tmp_path):
     assert "num_tokens: 64" in spolia("import", url, str(tmp_path / "talk.kv"))
     with pytest.raises(InvalidRequest, match="--kv-offload-dtype"):
         operator.post("compress", url, None, {"prompt": PROMPT})
-    assert "to: device" in spolia("move", "device", PROMPT, "--url", url)
-    assert "to: device" in spolia("move", "device", PROMPT, "--exact-kv", "--url", url)
+    assert "to: device" in spolia("move", PROMPT, "--to", "device", "--url", url)
+    assert "to: device" in spolia("move", PROMPT, "--to", "device", "--exact-kv", "--url", url)
     assert "num_tokens: 64" in spolia("clear", url, "--prefix", PROMPT[:40], "--pinned")
     assert "num_tokens: 0" in spolia("pin", PROMPT, "--url", url)
 

@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,37 @@ def test_a_quota_of_tokens_counts_what_every_api_computes_and_a_larger_one_is_re
         allow(4_000)
         eventually(lambda: complete(url, ALICE, "y" * 100).status_code == 200)
         http.close()
+    asyncio.run(engine.aclose())
+
+
+def test_what_runs_on_a_key_that_is_taken_out_goes_on_to_its_end_and_nothing_new_begins(tmp_path):
+    path = tmp_path / "keys.toml"
+    root = f'[[keys]]\nname = "root"\nkey = "{ADMIN}"\nadmin = true\n'
+    path.write_text(f'{root}[[keys]]\nname = "a"\nkey = "{ALICE}"\nmax_concurrent = 1\n')
+    pace = Pace()
+    engine = chatty_engine(num_blocks=256, observer=pace)
+    with serving({"toy": engine}, ServerConfig(keys=path)) as url, httpx.Client(timeout=30) as http:
+        session = http.post(f"{url}/v1/sessions", json={"model": "toy"}, headers=bearer(ALICE)).json()["id"]
+        body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True, "stream": True, "resumable": True}
+        asked = http.stream("POST", f"{url}/v1/completions", json={**body, "session": session}, headers=bearer(ALICE))
+        with ExitStack() as held, ExitStack() as asking:
+            held.enter_context(pace.held())
+            reply = asking.enter_context(asked)
+            stream = reply.headers["x-request-id"]
+            path.write_text(root)
+            eventually(lambda: http.get(f"{url}/v1/models", headers=bearer(ALICE)).status_code == 401)
+            assert http.get(f"{url}/v1/streams/{stream}", headers=bearer(ALICE)).status_code == 401
+            assert http.get(f"{url}/metrics", headers=bearer(ADMIN)).status_code == 200
+            held.close()
+            events = [line for line in reply.iter_lines() if line.startswith("data: ")]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
+        path.write_text(f'{root}[[keys]]\nname = "a"\nkey = "{ALICE}"\nmax_concurrent = 1\n')
+        eventually(lambda: http.get(f"{url}/v1/models", headers=bearer(ALICE)).status_code == 200)
+        told_again = http.get(f"{url}/v1/streams/{stream}", headers=bearer(ALICE)).text  # what is kept is the tenant's
+        assert told_again.count("data: ") == len(events)
+        assert http.get(f"{url}/v1/sessions/{session}", headers=bearer(ALICE)).json()["num_turns"] == 1
+        assert complete(url, ALICE, "y", session=session).status_code == 200
     asyncio.run(engine.aclose())
 
 

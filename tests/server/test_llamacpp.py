@@ -164,6 +164,7 @@ PROMPT = "A prompt of more than three blocks of sixteen tokens."
 
 
 def test_a_slot_that_was_saved_is_restored_by_another_server_and_its_conversation_is_warm(tmp_path: Path):
+    tmp_path = tmp_path / "made" / "at the start"
     with slot_server(tmp_path) as url:
         first = ask(url, PROMPT, id_slot=3)
         assert first["id_slot"] == 3

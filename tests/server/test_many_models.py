@@ -373,6 +373,7 @@ def test_pins_and_settings_are_there_again_when_a_model_is_back(has_tier: bool, 
         pin = client.post("/v1/cache/warm", json={"prompt": prompt, "pin": True, "cache_salt": "x"}).json()["pin"]
         lifted = client.post("/v1/cache/pins", json={"prompt": prompt, "cache_salt": "x"}).json()["id"]
         client.delete(f"/v1/cache/pins/{lifted}", params={"cache_salt": "x"}).raise_for_status()
+        gone = client.post("/v1/cache/pins", json={"prompt": prompt, "cache_salt": "x"}).json()["id"]
         loaded = client.get("/v1/cache/config").json()
         client.post("/api/generate", json={"model": "a", "keep_alive": 0}).raise_for_status()
         eventually(lambda: states(url) == {"a": "unloaded"})
@@ -381,6 +382,13 @@ def test_pins_and_settings_are_there_again_when_a_model_is_back(has_tier: bool, 
         assert client.get("/v1/cache/curve").status_code == 200
         assert states(url) == {"a": "unloaded"}
         holds = {"id": pin, "object": "cache.pin", "num_tokens": 50}
+        assert client.get("/v1/cache/pins", params={"cache_salt": "x"}).json()["data"] == [holds, {**holds, "id": gone}]
+        assert client.get("/v1/cache/pins").json()["data"] == []
+        assert client.delete(f"/v1/cache/pins/{pin}").status_code == 404  # another's
+        assert client.delete(f"/v1/cache/pins/{gone}", params={"cache_salt": "x"}).json()["deleted"]
+        assert client.get("/v1/cache/pins", params={"cache_salt": "x"}).json()["data"] == [holds]
+        assert states(url) == {"a": "unloaded"}  # nor was any of these
+        assert complete(url, "a").status_code == 200
         eventually(lambda: client.get("/v1/cache/pins", params={"cache_salt": "x"}).json()["data"] == [holds])
         assert client.get("/v1/cache/pins").json()["data"] == []  # it is its owner's
         assert client.delete(f"/v1/cache/pins/{pin}", params={"cache_salt": "x"}).json()["deleted"]

@@ -200,7 +200,7 @@ def test_without_a_name_the_models_that_are_here_are_loaded_by_their_first_reque
     [
         (["--pin", "other"], "--pin other: the models are called"),
         (["--mcp", "/nowhere/mcp.json"], "/nowhere/mcp.json cannot be read"),
-        (["--slot-save-path", "/nowhere"], "slot_save_path is /nowhere, where there is no folder"),
+        (["--slot-save-path", "/dev/null/x"], "slot_save_path is /dev/null/x, which cannot be made: Not a directory"),
         (["--keep-alive", "soon"], "'soon' is no duration"),
     ],
     ids=str,

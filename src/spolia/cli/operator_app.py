@@ -77,7 +77,7 @@ def add_operator_commands(app: typer.Typer) -> None:
 
     @app.command()
     def move(
-        to: Annotated[str, typer.Argument(metavar="TIER", help='Its name, or "device".')],
+        to: Annotated[str, typer.Option("--to", metavar="TIER", help='Its name, or "device".')],
         prompt: PromptArgument = None,
         session: SessionOption = None,
         messages: MessagesOption = None,

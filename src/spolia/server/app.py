@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from starlette.requests import ClientDisconnect
 
 import spolia
 from spolia.engine import AsyncEngine
-from spolia.errors import SpoliaError
+from spolia.errors import InvalidRequest, SpoliaError
 from spolia.server.access import Gate, KeyRing
 from spolia.server.anthropic import AnthropicEndpoints
 from spolia.server.body import BodyDeadlines
@@ -61,8 +62,8 @@ def create_app(
         library: further models that requests may want.
 
     Raises:
-        InvalidRequest: the file of keys or that of MCP servers cannot be read, or what it says is not allowed; or
-            OpenTelemetry is not installed.
+        InvalidRequest: the file of keys or that of MCP servers cannot be read, or what it says is not allowed; the
+            folder for slots cannot be made; or OpenTelemetry is not installed.
     """
     config = config or ServerConfig()
     models = ServedModels(
@@ -75,6 +76,8 @@ def create_app(
     streams, pins = ResumableStreams(), Pins(models.shelf)
     events = EventEndpoints(models)
     app = _App([*_routes(models, config, pins, McpChat(mcp, config)), *streams.routes(), *events.routes()])
+    if config.slot_save_path is not None:
+        _make_folder(config.slot_save_path)
     app.state.resumable_streams = streams
     app.state.cache_events = events
     app.state.models = models
@@ -89,6 +92,15 @@ def create_app(
     app.add_exception_handler(HTTPException, handle_http_exception)
     app.add_exception_handler(ClientDisconnect, handle_disconnect)
     return app
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(
+            f"slot_save_path is {path}, which cannot be made: {error.strerror}; name a folder that you may write to"
+        ) from error
 
 
 def _routes(models: ServedModels, config: ServerConfig, pins: Pins, mcp: McpChat) -> list[Route]:

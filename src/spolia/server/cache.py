@@ -22,7 +22,7 @@ from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.encoding import encode
 from spolia.server.errors import UnknownThing
-from spolia.server.pins import Pins
+from spolia.server.pins import PinCard, Pins
 from spolia.server.prompting import encode_chat
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
@@ -96,30 +96,32 @@ class CacheEndpoints:
         return _json(_card(await self._pins.put(served, ids, salt, body.ttl)))
 
     async def pins(self, request: Request) -> Response:
-        """What is pinned, and how much of the quota that takes."""
-        served = await self._models.ready(request.query_params.get("model"))
-        return _json({"object": "list", "data": [_card(pin) for pin in await self._mine(served, request)]})
+        """What is pinned; of a model that is not in memory, what will be when it is back."""
+        served = await self._asked(request)
+        return _json({"object": "list", "data": [_card(pin) for pin in await self._pins.of(served, _salt(request))]})
 
     async def unpin(self, request: Request, pin_id: int) -> Response:
         """Lift a pin."""
-        served = await self._models.ready(request.query_params.get("model"))
-        if pin_id not in [pin.id for pin in await self._mine(served, request)]:
+        served = await self._asked(request)
+        if pin_id not in [pin.id for pin in await self._pins.of(served, _salt(request))]:
             raise UnknownThing(f"there is no pin {pin_id}; it may have run out")
-        await served.engine.call(lambda core: core.cache.unpin(pin_id))
+        await self._pins.lift(served, pin_id)
         return _json({"id": pin_id, "object": "cache.pin", "deleted": True})
 
-    async def _mine(self, served: ServedModel, request: Request) -> list[Pin]:
-        """The pins of whoever asks."""
-        namespace = _namespace(served, request.query_params.get("cache_salt"))
-        pins = await served.engine.call(lambda core: core.cache.pins())
-        return [pin for pin in pins if pin.namespace == namespace]
+    async def _asked(self, request: Request) -> ServedModel:
+        """The model whose pins are meant. That is no reason to load it; if it is being loaded, that is waited for."""
+        name = request.query_params.get("model")
+        served = self._models.owner(name)
+        if served.state != "unloaded":
+            await self._models.ready(name)
+        return served
 
 
-def _namespace(served: ServedModel, cache_salt: str | None) -> bytes:
-    return served.engine.namespace(current_caller().cache_salt(cache_salt or ""))
+def _salt(request: Request) -> str:
+    return current_caller().cache_salt(request.query_params.get("cache_salt") or "")
 
 
-def _card(pin: Pin) -> dict[str, Any]:
+def _card(pin: Pin | PinCard) -> dict[str, Any]:
     return {"id": pin.id, "object": "cache.pin", "num_tokens": pin.num_tokens}
 
 

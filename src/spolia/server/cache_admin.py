@@ -303,10 +303,10 @@ class CacheAdminEndpoints:
 
     async def _leave(self, served: ServedModel, engine: AsyncEngine) -> None:
         """Before an engine ends: what the next one is to have."""
+        await self._pins.leave(served, engine)  # first: from now on nobody else could say what is pinned
         left = await describe(served, engine, may_grow_bytes=self._free_bytes())
         rest = {"state": "unloaded", "reason": f"it is there when model {served.name} is loaded again"}
         self._left[served] = {**left, "status": "unloaded", "tiers": [{**tier, **rest} for tier in left["tiers"]]}
-        await self._pins.leave(served, engine)
 
     async def _come_back(self, served: ServedModel) -> None:
         await self._changes.make_again(served, _admin(served))

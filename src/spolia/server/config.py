@@ -26,7 +26,8 @@ class ServerConfig:
         keys: file of API keys, see `server.access.keys`; None asks nobody for one.
         traces: URL of a collector of OpenTelemetry's, OTLP over HTTP, that gets a trace an answer; None: nobody does.
         mcp: file of MCP servers, see `server.mcp.config`; None: there are none.
-        slot_save_path: folder of the files that llama.cpp's clients save slots to; None: they cannot.
+        slot_save_path: folder of the files that llama.cpp's clients save slots to, made if it is not there; None: they
+            cannot.
         kv_events: ZMQ endpoint at which events of the caches are published; None: nowhere.
         kv_events_replay: ZMQ endpoint at which they can be asked for again; None: nowhere.
         tls_cert: certificate chain in PEM, with which the server speaks HTTPS; None: HTTP.
@@ -81,8 +82,6 @@ class ServerConfig:
             raise ValueError(f"keep_alive_s is {self.keep_alive_s}; it must be 0 or more seconds, or None for no limit")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together: give both, or neither")
-        if self.slot_save_path is not None and not self.slot_save_path.is_dir():
-            raise ValueError(f"slot_save_path is {self.slot_save_path}, where there is no folder; make one")
         for name in ("tls_cert", "tls_key"):
             path = getattr(self, name)
             if path is not None and not path.is_file():

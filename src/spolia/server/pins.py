@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from spolia.server.logs import log_fields
 from spolia.server.served import ServedModel
 from spolia.server.shelf import Shelf
 
-__all__ = ["Pins"]
+__all__ = ["PinCard", "Pins"]
 
 logger = logging.getLogger("spolia.server")
 
@@ -37,6 +38,13 @@ class _Kept:
         return None if self.until is None else self.until - time.monotonic()
 
 
+class PinCard(NamedTuple):
+    """What is told of a pin."""
+
+    id: int
+    num_tokens: int
+
+
 class Pins:
     """Puts pins, and puts them again when a model that was unloaded is back.
 
@@ -50,6 +58,7 @@ class Pins:
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
         self._kept: dict[ServedModel, list[_Kept]] = {}
+        self._leaving = asyncio.Lock()  # who asks for the pins of an engine that is ending has to wait
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def put(self, served: ServedModel, token_ids: Sequence[int], cache_salt: str, ttl_s: float | None) -> Pin:
@@ -73,8 +82,30 @@ class Pins:
         Raises:
             SpoliaError: it has failed, and can tell nothing.
         """
-        pinned = await engine.call(lambda core: core.cache.pinned())
-        self._kept[served] = [_Kept(pin.id, pin.label, ids, pin.until) for pin, ids in pinned]
+        async with self._leaving:
+            pinned = await engine.call(lambda core: core.cache.pinned())
+            self._kept[served] = [_Kept(pin.id, pin.label, ids, pin.until) for pin, ids in pinned]
+
+    async def of(self, served: ServedModel, cache_salt: str) -> list[PinCard]:
+        """Those of a salt; of a model that is not in memory, those that it will have again.
+
+        Raises:
+            NotReady: it is loading, or has failed.
+        """
+        if served.state == "unloaded":
+            async with self._leaving:
+                kept = [pin for pin in self._kept.get(served, ()) if pin.ttl_s is None or pin.ttl_s > 0]
+            return [PinCard(pin.id, len(pin.token_ids)) for pin in kept if pin.cache_salt == cache_salt]
+        namespace = served.engine.namespace(cache_salt)
+        pins = await served.engine.call(lambda core: core.cache.pins(namespace))
+        return [PinCard(pin.id, pin.num_tokens) for pin in pins]
+
+    async def lift(self, served: ServedModel, pin_id: int) -> None:
+        """One of `of`: what it held goes when its room is wanted."""
+        if served.state == "unloaded":
+            self._kept[served] = [pin for pin in self._kept.get(served, ()) if pin.id != pin_id]
+        else:
+            await served.engine.call(lambda core: core.cache.unpin(pin_id))
 
     async def put_again(self, served: ServedModel) -> None:
         """Its next engine is there: its pins are, too, and hold what they held as soon as that is there again."""

@@ -240,6 +240,14 @@ class ServedModels:
         served, recipe = self._find(name)
         return served if name is None or recipe is None else served.made(name, recipe)
 
+    def owner(self, name: str | None) -> ServedModel:
+        """The model that has the engine of what is asked for, as `get`; not a view of it.
+
+        Raises:
+            UnknownModel: not served here.
+        """
+        return self._find(name)[0]
+
     def _find(self, name: str | None) -> tuple[ServedModel, Recipe | None]:
         """The model that has the engine, and the recipe where `name` is one made of it."""
         try:

@@ -14,7 +14,9 @@
     mcp = true                         # may have tools of MCP servers called
     admin = true                       # may see what concerns everybody: metrics, slots, the cache
 
-A change takes effect within a second. A file that cannot be read any more changes nothing, and the log says so.
+A change takes effect within a second. What runs on a key that was taken out goes on to its end; nothing new begins, and
+what its tenant has kept stays. Put in again, the key begins with all that it may use. A file that cannot be read any
+more changes nothing, and the log says so.
 """
 
 from __future__ import annotations
