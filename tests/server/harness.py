@@ -77,8 +77,9 @@ class ScriptedExecutable(ToyExecutable):
         self._script = script
 
     def logits_of(self, views: Any) -> Any:
-        prompt, _, said = bytes(id_ for id_ in views[0].tolist() if id_ < 256).rpartition(b"assistant:")
-        answer = self._script.get(prompt.decode(errors="replace").strip().rpartition("\n")[2], "").encode()
+        prompt, begun, said = bytes(id_ for id_ in views[0].tolist() if id_ < 256).rpartition(b"assistant:")
+        # A part of a prompt, which contrastive search asks of too, has no answer.
+        answer = self._script[prompt.decode().strip().rpartition("\n")[2]].encode() if begun else b""
         logits = np.zeros(VOCAB_SIZE, np.float32)
         logits[answer[len(said)] if len(said) < len(answer) else EOS] = 50.0
         return logits

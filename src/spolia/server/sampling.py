@@ -213,7 +213,8 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
         case {"type": "json_object"}:
             return {"json_object": True}
     raise InvalidRequest(
-        'response_format must be {"type": "text"}, {"type": "json_object"}, or '
+        f"response_format is {given!r:.100}; it must be "
+        '{"type": "text"}, {"type": "json_object"}, or '
         '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}',
         param="response_format",
     )

@@ -58,6 +58,7 @@ def refuse_unless(body: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]
             raise InvalidRequest(f"`{name}` is not supported here{hint}", param=name, code="unsupported_parameter")
 
 
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _MAX_WISHES = 16  # each may split nodes of the cache's tree
 _LONG_PRIORITY = 75  # of what OpenAI's clients want kept for a day
 
@@ -266,7 +267,8 @@ class ChatRequest(SamplingRequest, kw_only=True):
             return self._sampling_params(choice, max_tokens=getattr(self, limit), logprobs=logprobs)
         except InvalidRequest as error:
             spelt = {"max_tokens": limit, "logprobs": "top_logprobs"}.get(error.param or "", error.param)
-            raise InvalidRequest(str(error), param=spelt, code=error.code) from None
+            said = str(error).replace(f"{error.param} is", f"{spelt} is", 1)
+            raise InvalidRequest(said, param=spelt, code=error.code) from None
 
     def check(self) -> None:
         SamplingRequest.check(self)
@@ -275,10 +277,27 @@ class ChatRequest(SamplingRequest, kw_only=True):
                 f"reasoning_format is {self.reasoning_format!r}; it must be none, auto or deepseek",
                 param="reasoning_format",
             )
+        if self.reasoning_effort not in (None, *_EFFORTS):
+            raise InvalidRequest(
+                f"reasoning_effort is {self.reasoning_effort!r}; it must be one of {', '.join(_EFFORTS)}",
+                param="reasoning_effort",
+            )
+        if None not in (limits := (self.max_tokens, self.max_completion_tokens)) and limits[0] != limits[1]:
+            raise InvalidRequest(
+                f"max_tokens is {limits[0]} and max_completion_tokens is {limits[1]}: two names of one parameter; "
+                "send one",
+                param="max_tokens",
+            )
+        if self.mcp_max_rounds is not None and not self.mcp:
+            raise InvalidRequest(
+                f"mcp_max_rounds is {self.mcp_max_rounds}; it does nothing without mcp", param="mcp_max_rounds"
+            )
         if self.mcp and (self.wants_beams or self.penalty_alpha):
             raise InvalidRequest("mcp does not go with beam search or contrastive search", param="mcp")
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise InvalidRequest(
+                f"top_logprobs is {self.top_logprobs}, and needs logprobs to be true", param="top_logprobs"
+            )
         if self.echo and not self.continue_final_message:
             raise InvalidRequest(
                 "echo repeats the message that is continued: it needs continue_final_message", param="echo"
@@ -321,6 +340,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_STEP = re.compile(r"([^.\[\]]+)|\[([^\]]*)\]")
+_MAX_SHOWN = 60
 _NOT_A_NUMBER = re.compile(rb'"(?P<name>\w+)"\s*:\s*(?P<value>-?(?:NaN|Infinity))')
 
 
@@ -338,7 +359,9 @@ def decode(body: bytes, kind: type[_Body]) -> _Body:
             missing = re.search(r"required field `(\w+)`", str(error))
             raise InvalidRequest(f"{error}", param=missing[1] if missing else None) from None
         field = path["path"] or None
-        raise InvalidRequest(f"{field}: {_PATH.sub('', str(error)).lower()}", param=field) from None
+        raise InvalidRequest(
+            f"{field}{_value_at(body, field or '')}: {_PATH.sub('', str(error)).lower()}", param=field
+        ) from None
     except msgspec.DecodeError as error:
         # Python's json module writes NaN, which is no JSON: name the field, as a byte offset helps nobody.
         if found := _NOT_A_NUMBER.search(body):
@@ -347,6 +370,18 @@ def decode(body: bytes, kind: type[_Body]) -> _Body:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+
+
+def _value_at(body: bytes, path: str) -> str:
+    """What a body that is JSON has at a path, as part of a sentence; empty where the path does not say."""
+    try:
+        value = msgspec.json.decode(body)
+        for name, index in _STEP.findall(path):
+            value = value[name] if name else value[int(index)]
+    except (LookupError, TypeError, ValueError, RecursionError):  # [...] is any item, and the rest may be no JSON
+        return ""
+    shown = repr(value)
+    return f" is {shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + '...'}"
 
 
 def prompts(request: CompletionRequest) -> list[str | list[int]]:
@@ -391,7 +426,9 @@ def _role_and_content(message: Mapping[str, Any], path: str) -> dict[str, str]:
     if isinstance(content, list):
         content = "\n".join(_text_of_part(part, f"{path}.content[{i}]") for i, part in enumerate(content))
     if not isinstance(content, str):
-        raise InvalidRequest(f"{path}.content must be a string or a list of text parts", param=f"{path}.content")
+        raise InvalidRequest(
+            f"{path}.content is {content!r}; it must be a string or a list of text parts", param=f"{path}.content"
+        )
     return {"role": role, "content": content}
 
 
@@ -402,5 +439,5 @@ def _text_of_part(part: object, path: str) -> str:
     name = "refusal" if kind == "refusal" else "text"
     text = part.get(name) if isinstance(part, dict) else None
     if not isinstance(text, str):
-        raise InvalidRequest(f"{path}.{name} must be a string", param=f"{path}.{name}")
+        raise InvalidRequest(f"{path}.{name} is {text!r}; it must be a string", param=f"{path}.{name}")
     return text
