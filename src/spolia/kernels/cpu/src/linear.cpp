@@ -213,7 +213,8 @@ void group_in_registers(const uint8_t* w, int64_t tile, const Packed& p, const R
 template <class Type, int planes>
 void run_in_registers(const Packed& p, const Rows& x, int64_t tile_begin, int64_t tile_end) {
   const size_t tile_bytes = packed_tile_bytes<Type>(p.k);
-  in_tiles(tile_begin, tile_end, x.num_rows == 1 ? 1 : kTiles, [&]<int T>(int64_t tile) SPOLIA_LAMBDA {
+  // Few rows wait for memory, which is quicker to read in one run than in two side by side.
+  in_tiles(tile_begin, tile_end, x.num_rows <= kMaxRows ? 1 : kTiles, [&]<int T>(int64_t tile) SPOLIA_LAMBDA {
     const uint8_t* w = p.data + size_t(tile) * tile_bytes;
     in_groups<kMaxRows / planes>(x.num_rows, [&]<int R>(int64_t first) SPOLIA_LAMBDA { group_in_registers<Type, planes, T, R>(w, tile, p, x, first); });
   });
