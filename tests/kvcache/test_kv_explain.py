@@ -189,8 +189,10 @@ def test_a_conversation_whose_tokens_are_others_this_time_is_template_drift():
     assert looked_up(world, said).explanation.reason is MissReason.DIVERGED
     drifted = looked_up(world, said, history=History(60)).explanation
     assert (drifted.reason, drifted.divergence) == (MissReason.TEMPLATE_DRIFT, 40)
-    # What differs after the conversation is no drift, and a session's tokens cannot drift.
-    assert looked_up(world, said, history=History(40)).explanation.reason is MissReason.DIVERGED
+    # What others said after the conversation is no drift, and a session's tokens cannot drift.
+    for is_exact in (False, True):
+        went_on = looked_up(world, said, history=History(40, is_exact=is_exact)).explanation
+        assert (went_on.reason, went_on.divergence) == (MissReason.NEVER_SEEN, 40)
     assert looked_up(world, said, history=History(60, is_exact=True)).explanation.reason is MissReason.DIVERGED
 
 

@@ -17,7 +17,7 @@ from engine.toy import ToyCodec
 from spolia.engine import MissReason
 from spolia.tiers import FolderBackend, Tier
 
-from .harness import ChattyToy, Pace, PlainTemplate, chatty_engine, metric, serving
+from .harness import ChattyToy, Pace, PlainTemplate, chatty_engine, metric, scripted_engine, serving
 
 
 def test_what_a_tier_kept_in_fewer_bits_is_told_in_usage_explanation_and_metrics(tmp_path):
@@ -210,6 +210,54 @@ def test_history_that_the_template_renders_otherwise_is_template_drift():
         assert reasons(choice)[0][0] == "template_drift"
         assert metric(url, "spolia_missed_prompt_tokens_total", reason="template_drift") == reasons(choice)[0][1]
         assert metric(url, "spolia_missed_prompt_tokens_total", reason="diverged") == 0
+    asyncio.run(engine.aclose())
+
+
+class ExactTemplate(PlainTemplate):
+    """Renders a reply just as it was generated."""
+
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        lines = "".join(f"{message['role']}:{message['content']}\n" for message in messages)
+        return lines + ("assistant:" if options.get("add_generation_prompt") else "")
+
+
+BEAMS = {"num_beams": 3}
+CONTRASTIVE = {"penalty_alpha": 0.6, "top_k": 3}
+ASK_ON = {"role": "user", "content": "And then?"}
+SCRIPT = {"user:What is the weather?": "sunny today", "user:And then?": "rain", "user:And now?": "sun"}
+
+
+@pytest.mark.parametrize("first", [{}, BEAMS])
+@pytest.mark.parametrize("second", [{}, BEAMS])
+def test_a_chat_that_goes_on_is_new_text_though_other_beams_went_on_otherwise(first, second):
+    engine = scripted_engine(SCRIPT, ChattyToy(chat_template=ExactTemplate()), num_blocks=256)
+    with serving({"toy": engine}) as url:
+        client = Client(url)
+        reply = client.chat(SYSTEM, ASK, max_tokens=20, temperature=0, **first)["text"]
+        assert reply == "sunny today"
+        choice = client.chat(SYSTEM, ASK, {"role": "assistant", "content": reply}, ASK_ON, temperature=0, **second)
+        assert "message" not in choice
+        assert [reason for reason, _ in reasons(choice)] == ["never_seen"]
+        assert choice["text_after"].startswith("\nuser:")
+        edited = {"role": "user", "content": "And now?"}
+        other = client.chat(SYSTEM, ASK, {"role": "assistant", "content": reply}, edited, temperature=0, **second)
+        assert (other["reason"], other["message"]["index"]) == ("diverged", 3)
+    asyncio.run(engine.aclose())
+
+
+@pytest.mark.parametrize(("first", "second"), [({}, BEAMS), (BEAMS, {}), (CONTRASTIVE, CONTRASTIVE)])
+def test_searches_tell_template_drift_and_the_message_that_changed(first, second):
+    engine = chatty_engine(ChattyToy(chat_template=StrippingTemplate()), num_blocks=256)
+    with serving({"toy": engine}) as url:
+        client = Client(url)
+        reply = client.chat(SYSTEM, ASK, max_tokens=20, temperature=0, **first)["text"]
+        choice = client.chat(SYSTEM, ASK, {"role": "assistant", "content": reply}, ASK_ON, temperature=0, **second)
+        assert reasons(choice)[-1][0] == "template_drift"
+        assert "message" not in choice
+        choice = client.chat({**SYSTEM, "content": "session=4712 You help."}, ASK, temperature=0, **second)
+        if choice["reason"] != "results_wanted":  # of contrastive search, whose prompt is computed in any case
+            assert choice["message"]["field"] == "content"
+        assert reasons(choice)[-1][0] == "diverged"
     asyncio.run(engine.aclose())
 
 

@@ -221,6 +221,7 @@ class AsyncEngine:
         *,
         cache_salt: str = "",
         tenant: Tenant | None = None,
+        history: History | None = None,
     ) -> BeamRun:
         """As `LLM.beam_search`: the search, once it is over. Cancelling the call ends it.
 
@@ -231,7 +232,7 @@ class AsyncEngine:
         run = BeamRun(self._admission, prompt, params or BeamParams())
         while not run.is_over:
             streams = [
-                self.generate(ids, each, cache_salt=cache_salt, tenant=tenant, is_part=is_part)
+                self.generate(ids, each, cache_salt=cache_salt, tenant=tenant, is_part=is_part, history=history)
                 for ids, each, is_part in run.requests()
             ]
             try:
@@ -248,6 +249,7 @@ class AsyncEngine:
         *,
         cache_salt: str = "",
         tenant: Tenant | None = None,
+        history: History | None = None,
     ) -> RequestOutput:
         """As `LLM.contrastive_search`. Cancelling the call ends it.
 
@@ -255,7 +257,9 @@ class AsyncEngine:
             InvalidRequest, ModelError: as `LLM.contrastive_search`.
             Overloaded, Bug: as `generate`.
         """
-        run = ContrastiveRun(self._admission, prompt, params or ContrastiveParams(), cache_salt=cache_salt)
+        run = ContrastiveRun(
+            self._admission, prompt, params or ContrastiveParams(), cache_salt=cache_salt, history=history
+        )
         while run.prompt.states is None:
             if not await self.call(run.prompt.step):
                 await asyncio.sleep(_NO_ROOM_S)
@@ -318,6 +322,10 @@ class AsyncEngine:
     def namespace_of(self, params: SamplingParams, cache_salt: str) -> bytes:
         """Where a request with these parameters looks for KV."""
         return self._admission.namespace_of(params, cache_salt)
+
+    def search_namespace(self, cache_salt: str) -> bytes:
+        """Where searches look for KV: exact KV, where there is any."""
+        return self._admission.namespace_for(cache_salt, is_exact=self._admission.has_exact_kv)
 
     def namespaces(self, cache_salt: str = "") -> frozenset[bytes]:
         """All that requests with this salt share, those that want exact KV and the others."""

@@ -18,6 +18,7 @@ from spolia.engine.outputs import RequestOutput
 from spolia.engine.request import Sequence, shown_bytes, text_stream
 from spolia.errors import InvalidRequest
 from spolia.generation import Choice, ContrastiveParams, ContrastiveSearch, LogitsTap, SamplingParams, score_token
+from spolia.kvcache import History
 
 __all__ = ["ContrastiveRun"]
 
@@ -44,12 +45,15 @@ class ContrastiveRun:
         params: ContrastiveParams,
         *,
         cache_salt: str,
+        history: History | None = None,
     ) -> None:
+        given = params.processing or SamplingParams()
         asked = replace(
-            params.processing or SamplingParams(),
+            given,
             max_tokens=params.max_tokens,
             stop_token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
+            exact_kv=given.exact_kv or admission.has_exact_kv,
         )
         self._request = request = admission.admit(prompt, asked, cache_salt=cache_salt)
         self._params = params
@@ -64,7 +68,7 @@ class ContrastiveRun:
             exact_kv=admission.has_exact_kv,
             logits_processors=(self._tap,),
         )
-        self.prompt = StatesRun(request.prompt_token_ids, namespace=admission.namespace_for(cache_salt, is_exact=True))
+        self.prompt = StatesRun(request.prompt_token_ids, namespace=request.namespace, history=history)
 
     def begin(self) -> None:
         """Take the prompt's states, which are there."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from spolia.engine.core import EngineCore
 from spolia.errors import InvalidRequest, ModelError
 from spolia.kernels import BLOCK_SIZE, BlockCopy, StepInputs
-from spolia.kvcache import Explanation, Lease, Outcome, TokenRange, Wish, attribute
+from spolia.kvcache import Explanation, History, Lease, Outcome, TokenRange, Wish, attribute
 
 __all__ = ["Embedding", "EmbeddingRun", "Pooling", "StatesRun"]
 
@@ -88,7 +88,13 @@ class EmbeddingRun:
     """
 
     def __init__(
-        self, inputs: Sequence[Ids], *, namespace: bytes, pooling: Pooling = "last", is_part: bool = False
+        self,
+        inputs: Sequence[Ids],
+        *,
+        namespace: bytes,
+        pooling: Pooling = "last",
+        is_part: bool = False,
+        history: History | None = None,
     ) -> None:
         if pooling not in get_args(Pooling):
             raise InvalidRequest(
@@ -98,6 +104,7 @@ class EmbeddingRun:
         self._namespace = namespace
         self._pooling = pooling
         self._is_part = is_part
+        self._history = history
 
     @property
     def embeddings(self) -> list[Embedding] | None:
@@ -143,6 +150,7 @@ class EmbeddingRun:
                 label="embedding",
                 wishes=_WISHES,
                 most=None if self._pooling == "last" else each.num_done,
+                history=self._history,
             )
             start = lease.num_computed_tokens
             stop = min(len(each.ids), start + budget)
@@ -228,8 +236,8 @@ class EmbeddingRun:
 class _StatesOfAll(EmbeddingRun):
     """Keeps what is pooled."""
 
-    def __init__(self, inputs: Sequence[Ids], *, namespace: bytes, pooling: Pooling) -> None:
-        super().__init__(inputs, namespace=namespace, pooling=pooling)
+    def __init__(self, inputs: Sequence[Ids], *, namespace: bytes, pooling: Pooling, history: History | None) -> None:
+        super().__init__(inputs, namespace=namespace, pooling=pooling, history=history)
         self.rows: list[NDArray[np.float32]] = []
         self.found: tuple[Explanation | None, tuple[TokenRange, ...]] = (None, ())
 
@@ -242,8 +250,8 @@ class _StatesOfAll(EmbeddingRun):
 class StatesRun:
     """As `EmbeddingRun`, for the last layer's result of every token of one text."""
 
-    def __init__(self, ids: Ids, *, namespace: bytes) -> None:
-        self._run = _StatesOfAll([ids], namespace=namespace, pooling="mean")
+    def __init__(self, ids: Ids, *, namespace: bytes, history: History | None = None) -> None:
+        self._run = _StatesOfAll([ids], namespace=namespace, pooling="mean", history=history)
 
     @property
     def states(self) -> NDArray[np.float32] | None:

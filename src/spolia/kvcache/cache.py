@@ -697,7 +697,8 @@ class KVCache:
         if position == node.end and node.children:
             node = next(reversed(node.children.values()))  # the latest to branch off
         there = node.token_ids[position - node.start :][:NUM_SHOWN_TOKENS]
-        goes_on = position > 0 and len(there) > 0
+        # If all of a known conversation is there, what others said after it is no reason: this is new text.
+        goes_on = position > 0 and len(there) > 0 and (history is None or num_known > 0)
         is_exact = history is not None and history.is_exact
         if is_tail and 0 < num_known < self.block_size and (is_exact or not goes_on):
             return Explanation(MissReason.TOO_SHORT, position, position, until=position + num_known)

@@ -26,7 +26,8 @@ class MissReason(StrEnum):
     FULL = "full"
     """It did not: every token was reused, but the last, which is computed to have logits."""
     NEVER_SEEN = "never_seen"
-    """Nothing cached goes on from there, and nothing that did is remembered: new text."""
+    """New text: nothing cached goes on from there, and nothing that did is remembered; or the conversation is known up
+    to there, and others that are cached went on from it otherwise."""
     DIVERGED = "diverged"
     """Cached sequences go on from there, but with other tokens."""
     EVICTED = "evicted"

@@ -152,7 +152,7 @@ class Answer:
             raise Overloaded(f"{served.num_waiting} requests are waiting, of at most {max_waiting}; try again later")
         caller = answer._caller
         cache_salt = caller.cache_salt(cache_salt)
-        history = self._history(served.engine.namespace_of(params[0], cache_salt))
+        history = self.history(served.engine.namespace_of(params[0], cache_salt))
         if caller.account is not None:
             self._num_admitted_tokens = len(params) * sum(map(len, prompts))
             caller.account.admit(self._num_admitted_tokens)  # from here on whatever fails has to settle it
@@ -180,7 +180,7 @@ class Answer:
         answer._deadline = asyncio.get_running_loop().call_later(served.request_timeout_s, answer._time_out)
         return answer
 
-    def _history(self, namespace: bytes) -> History | None:
+    def history(self, namespace: bytes) -> History | None:
         """What is known of the prompt: so many of its first tokens have been computed before, if they are the same."""
         if self._turn is not None:  # the last token of an answer has no KV
             return History(max(0, self._turn.num_history_tokens - 1), is_exact=True)
@@ -372,9 +372,11 @@ class Answer:
         }
 
     def take(self, choice: int, output: RequestOutput) -> None:
-        """An output that came about without a stream of its own."""
+        """An output that came about without a stream of its own. `remember` it when all are there."""
         self.outputs[choice] = output
-        self._explained[choice] = explained = explain(output, self._engine.model.tokenizer)
+        log = self._served.conversations
+        explained = explain(output, self._engine.model.tokenizer, messages=self._messages, log=log)
+        self._explained[choice] = explained
         self._served.explained.add(self.id, choice, explained, self._caller.tenant)
         self._served.metrics.observe(output)
         self._log(output)
@@ -459,11 +461,20 @@ class Answer:
         served.explained.add(self.id, choice, explained, self._caller.tenant)
         if self._turn is not None and output.finish_reason != "abort":
             self._turn.finish(output.token_ids, output.text)
-        if messages is not None and output.finish_reason != "abort":
-            num_tokens = len(output.prompt_token_ids) + len(output.token_ids) - 1
-            served.conversations.add(
-                Conversation(f"{self.id}-{choice}", output.namespace, messages, num_tokens, output.text)
-            )
+        self.remember(choice)
+
+    def remember(self, *choices: int) -> None:
+        """Chats may go on from these."""
+        messages = self._messages
+        if messages is None:
+            return
+        for choice in choices:
+            output = self.outputs[choice]
+            if output.finish_reason != "abort":
+                num_tokens = len(output.prompt_token_ids) + len(output.token_ids) - 1
+                self._served.conversations.add(
+                    Conversation(f"{self.id}-{choice}", output.namespace, messages, num_tokens, output.text)
+                )
 
     async def _merged(self) -> AsyncIterator[tuple[int, Delta]]:
         arrived: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()

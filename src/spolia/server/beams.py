@@ -10,6 +10,7 @@ from spolia.engine import (
     BeamOutput,
     BeamParams,
     BeamRun,
+    History,
     RequestOutput,
     SamplingParams,
     Tenant,
@@ -48,8 +49,8 @@ async def beam_search(
         return None
     await prepare_form(body, engine, params.scoring)
 
-    async def run(prompt: list[int], cache_salt: str, tenant: Tenant | None) -> list[Found]:
-        done = await engine.beam_search(prompt, params, cache_salt=cache_salt, tenant=tenant)
+    async def run(prompt: list[int], cache_salt: str, tenant: Tenant | None, history: History | None) -> list[Found]:
+        done = await engine.beam_search(prompt, params, cache_salt=cache_salt, tenant=tenant, history=history)
         return [Found(_output(done, beam), told(beam)) for beam in done.beams()]
 
     def told(beam: BeamOutput) -> dict[str, Any]:

@@ -95,6 +95,7 @@ class ChatEndpoint:
                 ),
             )
             ids, said = turn.prompt_ids, turn.messages
+        messages = history(said, tools=body.tools, template=body.chat_template_kwargs)
         thoughts = _thoughts(body, model, ids)
         splitter = None if thoughts is None else thoughts[0]
         search = await beam_search(body, served.engine, splitter)
@@ -110,6 +111,7 @@ class ChatEndpoint:
                 cache_salt=body.cache_salt or "",
                 max_waiting=self._config.max_waiting,
                 explains=bool(body.explain),
+                messages=messages,
             )
         params = await params_of_choices(body, served.engine, None if tool_use is not None else splitter)
         if tool_use is not None:
@@ -122,7 +124,7 @@ class ChatEndpoint:
             cache_salt=body.cache_salt or "",
             max_waiting=self._config.max_waiting,
             wishes=[*body.wishes(), *(await _marked(model, body, ids, options))],
-            messages=history(said, tools=body.tools, template=body.chat_template_kwargs),
+            messages=messages,
             turn=turn,
         )
         parsers = [tool_use.parser(model) for _ in params] if tool_use is not None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spolia.engine import AsyncEngine, ContrastiveParams, Tenant
+from spolia.engine import AsyncEngine, ContrastiveParams, History, Tenant
 from spolia.errors import InvalidRequest
 from spolia.generation import ReasoningSplitter
 from spolia.server.encoding import after_thoughts, prepare_form
@@ -46,8 +46,8 @@ async def contrastive_search(
     )
     await prepare_form(body, engine, asked)
 
-    async def run(prompt: list[int], cache_salt: str, tenant: Tenant | None) -> list[Found]:
-        found = await engine.contrastive_search(prompt, params, cache_salt=cache_salt, tenant=tenant)
+    async def run(prompt: list[int], cache_salt: str, tenant: Tenant | None, history: History | None) -> list[Found]:
+        found = await engine.contrastive_search(prompt, params, cache_salt=cache_salt, tenant=tenant, history=history)
         return [Found(found)]
 
     return Search(_NAME, 1, 1, run)

@@ -13,7 +13,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spolia.engine import RequestOutput, Tenant, Timings
+from spolia.engine import History, RequestOutput, Tenant, Timings
 from spolia.errors import InvalidRequest, Overloaded
 from spolia.server.access import current_caller
 from spolia.server.answer import Answer
@@ -40,13 +40,13 @@ class Search:
         name: for people.
         num_rows: requests that a prompt has in the queue at a time.
         num_choices: answers of a prompt.
-        run: finds them, given the prompt, a cache salt and the tenant.
+        run: finds them, given the prompt, a cache salt, the tenant, and what is known of the prompt.
     """
 
     name: str
     num_rows: int
     num_choices: int
-    run: Callable[[list[int], str, Tenant | None], Awaitable[list[Found]]]
+    run: Callable[[list[int], str, Tenant | None, History | None], Awaitable[list[Found]]]
 
 
 def refuse_company(body: ChatRequest | CompletionRequest, search: str, *names: str) -> None:
@@ -75,11 +75,13 @@ async def respond_with_search(
     cache_salt: str,
     max_waiting: int,
     explains: bool,
+    messages: Sequence[Mapping[str, Any]] | None = None,
 ) -> Response:
     """Search from each prompt. The client's going away ends it.
 
     Args:
         explains: tell how each answer came about.
+        messages: the history that the prompt was rendered from, if it was.
 
     Raises:
         InvalidRequest: a prompt does not fit the context.
@@ -91,13 +93,14 @@ async def respond_with_search(
             f"{search.num_rows} at a time for each of {len(prompts)} prompts; try again later, or with fewer"
         )
     caller = current_caller()
-    answer = Answer(kind, served, search.num_choices)
+    answer = Answer(kind, served, search.num_choices, messages)
+    salt = caller.cache_salt(cache_salt)
+    known = answer.history(served.engine.search_namespace(salt))
     if caller.account is not None:
         caller.account.admit(sum(map(len, prompts)))
 
     async def run() -> list[Found]:
-        salt = caller.cache_salt(cache_salt)
-        return [found for prompt in prompts for found in await search.run(prompt, salt, caller.share)]
+        return [found for prompt in prompts for found in await search.run(prompt, salt, caller.share, known)]
 
     started_s = time.perf_counter()
     task = asyncio.ensure_future(asyncio.wait_for(run(), served.request_timeout_s))
@@ -113,6 +116,7 @@ async def respond_with_search(
         for choice, found in enumerate(answers):
             answer.take(choice, replace(found.output, request_id=f"{answer.id}-{choice}", timings=timings))
             num_tokens += len(found.output.token_ids)
+        answer.remember(*answer.outputs)
     except TimeoutError:
         raise Overloaded(
             f"{search.name} took longer than {served.request_timeout_s} s; ask for fewer beams, candidates or tokens"
