@@ -213,3 +213,37 @@ def test_in_valkey_what_nobody_used_for_too_long_goes(server):
         assert [client.pttl(name) > 3_000_000 for name in names] == [True, False]
         client.pexpire(names[1], 1)  # and the rest of it
     until(lambda: backend.exists(keys_of(2)) == [True, False])
+
+
+def test_in_an_object_store_what_nobody_used_for_too_long_is_a_miss_and_goes():
+    now_s = time.time()
+    with s3_url() as url:
+        store, backend = ObjectBackend(url), ObjectBackend(url, ttl_s=100, clock=lambda: now_s)
+
+        def written() -> dict[bytes, float]:
+            return {entry.key: entry.used_s for entry in store.entries()}
+
+        used, unused, other = keys_of(3)
+        values = dict(zip(keys_of(3), values_of(3), strict=True))
+        backend.put([used, unused], [values[used], values[unused]])
+        at_first = written()
+        backend.touch([used])
+        assert written() == at_first  # it is young
+        now_s += 60
+
+        def is_renewed() -> bool:  # the store notes whole seconds
+            assert backend.exists([used, unused]) == [True, True]
+            backend.touch([used])
+            return written()[used] > max(at_first.values())
+
+        until(is_renewed)
+        assert written()[unused] == at_first[unused]
+        assert read(backend, [used]) == [values[used]]
+        now_s = at_first[unused] + 100.5
+        assert read(backend, [unused, used]) == [None, values[used]]
+        assert store.exists([unused, used]) == [False, True]
+        now_s += 100
+        backend.put([other], [values[other]])  # and looks through all
+        until(lambda: store.exists([used]) == [False])
+        backend.close()
+        store.close()

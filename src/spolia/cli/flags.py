@@ -176,7 +176,7 @@ class EngineFlags:
         typer.Option(
             "--kv-ttl",
             metavar="SECONDS",
-            help="Drop what nobody has used for so long from --kv-disk and from a Valkey --kv-remote. Default: never.",
+            help="Drop what nobody has used for so long from --kv-disk, and from a --kv-remote by URL. Default: never.",
         ),
     ] = None
     kv_write: Annotated[

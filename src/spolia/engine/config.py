@@ -37,7 +37,7 @@ class EngineConfig:
             token and its end, which come at once. 0: every token on its own.
         kv_disk: folder in which KV outlives the process; None: none does.
         kv_disk_size: bytes in that folder; None: half of what is free there, what it holds already included.
-        kv_ttl_s: seconds after which blocks that nobody used leave the folder and the Valkey server; None: never.
+        kv_ttl_s: seconds after which blocks that nobody used leave folder, Valkey server and object store; None: never.
         kv_remote: a cache server that several engines share: a URL (valkey://, redis://, s3://, ...), or
             "package.module:Class" of a `tiers.StorageBackend`; None: none.
         kv_encrypt: where the key is that extents are sealed with, "file:PATH" or "env:NAME"; None: only checksums.

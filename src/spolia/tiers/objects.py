@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,20 +25,37 @@ T = TypeVar("T")
 
 _NUM_AT_ONCE = 8
 
+_MAX_AGING = 1 << 16
+"""Objects that are kept in mind to be renewed when they are used."""
+
 
 class ObjectBackend:
-    """Extents as objects `spolia-kv-1/<key>` under a URL. What goes is the store's business: give it a lifecycle rule.
+    """Extents as objects `spolia-kv-1/<key>` under a URL. Which go for want of room is the store's business: give it a
+    lifecycle rule.
+
+    A store notes when an object was written and not when it was used, so one that is used past half of its time is
+    written anew. What is too old is a miss, and is removed when it is met, or when all are looked through: after a put,
+    a quarter of the time after the last look.
 
     Args:
         url: `s3://bucket/prefix`, `gs://`, `az://`; credentials, region and endpoint are taken from the environment
             (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL` and so on).
+        ttl_s: extents that were not used for so long go; None: never.
         timeout_s: of each request.
+        clock: seconds since the epoch, to be compared with the store's.
 
     Raises:
         InvalidRequest: `obstore` is missing, or the URL or the environment makes no sense.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        ttl_s: float | None = None,
+        timeout_s: float = 5.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         try:
             import obstore
             from obstore.exceptions import BaseError
@@ -50,6 +72,11 @@ class ObjectBackend:
             raise InvalidRequest(f"kv_remote is no object store that can be used: {error}", param="kv_remote") from None
         self._obstore: Any = obstore
         self._error: type[Exception] = BaseError
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._lock = threading.Lock()  # guards what follows
+        self._aging: OrderedDict[bytes, None] = OrderedDict()  # seen to be past half of their time
+        self._swept_s = -math.inf
         self._threads = ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="spolia-objects")
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
@@ -59,13 +86,21 @@ class ObjectBackend:
         return self._each(self._get, keys, buffers)
 
     def put(self, keys: Sequence[bytes], values: Sequence[Buffer]) -> list[bool]:
-        return self._each(self._put, keys, values)
+        taken = self._each(self._put, keys, values)
+        if self._is_sweep_due():
+            self._threads.submit(self._sweep)
+        return taken
 
     def delete(self, keys: Sequence[bytes]) -> None:
         self._each(self._delete, keys)
 
     def touch(self, keys: Sequence[bytes]) -> list[bool]:
-        """An object store knows no recency."""
+        """An object store knows no recency: those that would go soon are written anew."""
+        with self._lock:
+            aging = [key for key in keys if key in self._aging]
+            for key in aging:
+                del self._aging[key]
+        self._each(self._renew, aging)
         return [True] * len(keys)
 
     def health(self) -> Health:
@@ -98,15 +133,18 @@ class ObjectBackend:
 
     def _exists(self, key: bytes) -> bool:
         try:
-            self._obstore.head(self._store, _path(key))
+            found = self._obstore.head(self._store, _path(key))
         except FileNotFoundError:
             return False
-        return True
+        return self._is_alive(key, found)
 
     def _get(self, key: bytes, buffer: Buffer) -> int | None:
         try:
-            data = memoryview(self._obstore.get(self._store, _path(key)).bytes())
+            found = self._obstore.get(self._store, _path(key))
+            data = memoryview(found.bytes())
         except FileNotFoundError:
+            return None
+        if not self._is_alive(key, found.meta):
             return None
         if len(data) > len(buffer):
             return None
@@ -123,6 +161,43 @@ class ObjectBackend:
             self._obstore.delete(self._store, _path(key))
         except FileNotFoundError:
             return
+
+    def _is_alive(self, key: bytes, meta: Any) -> bool:
+        """Whether an object's time is not over; if it is, the object goes."""
+        if self._ttl_s is None:
+            return True
+        age_s = self._clock() - meta["last_modified"].timestamp()
+        if age_s > self._ttl_s:
+            self._delete(key)
+            return False
+        if age_s > self._ttl_s / 2:
+            with self._lock:
+                self._aging[key] = None
+                while len(self._aging) > _MAX_AGING:
+                    self._aging.popitem(last=False)
+        return True
+
+    def _renew(self, key: bytes) -> None:
+        try:
+            data = self._obstore.get(self._store, _path(key)).bytes()
+        except FileNotFoundError:
+            return
+        self._obstore.put(self._store, _path(key), data, use_multipart=False)
+
+    def _is_sweep_due(self) -> bool:
+        now_s = self._clock()
+        with self._lock:
+            is_due = self._ttl_s is not None and now_s - self._swept_s >= self._ttl_s / 4
+            if is_due:
+                self._swept_s = now_s
+        return is_due
+
+    def _sweep(self) -> None:
+        """Remove what is too old."""
+        with suppress(StorageUnavailable, self._error, OSError):  # next time, then
+            for entry in list(self.entries()):
+                if self._ttl_s is not None and self._clock() - entry.used_s > self._ttl_s:
+                    self._delete(entry.key)
 
     def _each(self, call: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
         try:

@@ -22,7 +22,7 @@ def open_remote(source: str, *, ttl_s: float | None = None) -> StorageBackend:
     """A backend from a URL, or from `package.module:Class` (called without arguments).
 
     Args:
-        ttl_s: what was not used for so long goes, where the backend can do that: Valkey and Redis.
+        ttl_s: what was not used for so long goes, where the backend can do that: not in a class of one's own.
 
     Raises:
         InvalidRequest: it names nothing of the kind.
@@ -31,7 +31,7 @@ def open_remote(source: str, *, ttl_s: float | None = None) -> StorageBackend:
     if separator and scheme in _VALKEY:
         return ValkeyBackend(source, ttl_s=ttl_s)
     if separator and scheme in _OBJECTS:
-        return ObjectBackend(source)
+        return ObjectBackend(source, ttl_s=ttl_s)
     module, colon, name = source.partition(":")
     if separator or not colon or not name.isidentifier():
         allowed = ", ".join(f"{known}://" for known in (*_VALKEY, *_OBJECTS))
