@@ -356,7 +356,8 @@ class EngineCore:
         while checks:
             rows = [check.row + check.num_accepted for check in checks]
             self._contrast([check.sequence for check in checks], rows)
-            samples = self._sampler.sample(logits[rows], [check.sequence.next_row() for check in checks])
+            of_checks = logits[rows[0] : rows[0] + 1] if len(rows) == 1 else logits[rows]  # one is not copied
+            samples = self._sampler.sample(of_checks, [check.sequence.next_row() for check in checks])
             num_sampled += len(checks)
             foreseen = [
                 check for check, token_id in zip(checks, samples.token_ids, strict=True) if check.is_foreseen(token_id)

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Sequence as Seq
 
 import numpy as np
+from numpy.typing import NDArray
 
 __all__ = ["MAX_DRAFT_ROWS", "MIN_GAIN", "StepCosts"]
 
@@ -42,6 +43,7 @@ class _Curve:
         self._first = [0.0] * len(_KNOTS)
         self.level: float | None = None
         self._times: list[float] | None = None
+        self._known: tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.float64]] | None = None
 
     def note(self, extra: int, duration_s: float) -> None:
         measured = math.log(max(duration_s, 1e-6))
@@ -71,14 +73,22 @@ class _Curve:
     def times(self) -> list[float]:
         """By number of drafts, the time of a step relative to one without."""
         if self._times is None:
-            known = [knot for knot, count in enumerate(self._counts) if count]
-            at = np.array(_KNOTS)[[0, *known]]
+            known, weights, beyond = self._shape()
             # Fewer drafts never take longer than more.
-            values = np.minimum.accumulate(np.array([0.0, *self._values[known]])[::-1])[::-1]
-            counts = np.arange(MAX_DRAFT_ROWS + 1)
-            beyond = self._row_cost * np.maximum(counts - at[-1], 0)
-            self._times = (np.interp(counts, at, np.exp(np.maximum(values, 0.0))) + beyond).tolist()
+            values = np.minimum.accumulate(self._values[known][::-1])[::-1]
+            self._times = (weights[:, 0] + weights[:, 1:] @ np.exp(np.maximum(values, 0.0)) + beyond).tolist()
         return self._times
+
+    def _shape(self) -> tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.float64]]:
+        """The knots that were measured; what 0 and they weigh in each number of drafts; and what rows beyond them cost."""
+        num_known = len(self._counts) - self._counts.count(0)
+        if self._known is None or len(self._known[0]) != num_known:
+            known = np.flatnonzero(self._counts)
+            at = np.array([0, *np.array(_KNOTS)[known]])
+            counts = np.arange(MAX_DRAFT_ROWS + 1)
+            weights = np.stack([np.interp(counts, at, of_one) for of_one in np.eye(len(at))], axis=1)
+            self._known = known, weights, self._row_cost * np.maximum(counts - at[-1], 0)
+        return self._known
 
 
 class StepCosts:
