@@ -5,19 +5,21 @@ The places and what goes wrong at each are in `places.py`: real files, a real Va
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from engine.test_tiering import CONVERSATION, assert_right, settle, tokens
 from engine.toy import GREEDY, answer, submit, toy_answer, toy_engine, until
-from spolia.engine import LLM, Engine, RequestOutput
-from spolia.errors import StorageUnavailable
+from spolia.engine import LLM, AsyncEngine, CacheAdmin, Engine, RequestOutput
+from spolia.errors import InvalidRequest, StorageUnavailable
 from spolia.server.metrics import Reading, _EngineCollector
 from spolia.tiers import (
     Checksum,
@@ -336,4 +338,61 @@ def test_an_engine_whose_tier_is_in_trouble_at_the_start_starts_and_uses_it_late
         assert output.num_restored_tokens == {"mine": 288}
         assert tier.stats.state is TierState.UP
         engine.core.close()
+    assert_no_threads_left()
+
+
+OPERATED = [(place, fault) for place, fault in PAIRS if place in ("own", "folder", "valkey")]
+
+
+@pytest.mark.parametrize(("place", "fault"), OPERATED, ids=["-".join(pair) for pair in OPERATED])
+def test_operators_are_answered_too_and_what_they_do_works_afterwards(place, fault, tmp_path, monkeypatch):
+    async def check(made: Place) -> None:
+        clock = Clock()
+        tier = Tier(place, made.backend, stall_s=0.3 if fault == "hang" else HOURS_S / 2, clock=clock)
+        parts = toy_engine(tiers=[tier], clock=time.monotonic)
+        async with AsyncEngine(parts) as engine:
+            admin = CacheAdmin(engine, engine.sealer)
+
+            async def ask() -> None:
+                output = await engine.generate(CONVERSATION, GREEDY).output()
+                assert list(output.token_ids) == toy_answer(CONVERSATION, 8)
+
+            async def told(*acts: Callable[[], Awaitable[object]]) -> None:
+                """Each is done, or says in time why not."""
+                for act in acts:
+                    with suppress(StorageUnavailable, InvalidRequest):
+                        await asyncio.wait_for(act(), LIMIT_S)
+
+            await ask()
+            settle(parts)
+            assert (await admin.lookup(CONVERSATION)).num_tier_tokens == {place: 288}
+            with made.fault(fault):
+                await admin.clear(tiers=False)
+                await told(
+                    lambda: admin.lookup(CONVERSATION),
+                    lambda: admin.move(CONVERSATION, "device"),
+                    lambda: admin.export(CONVERSATION),
+                )
+                await ask()
+                await told(
+                    lambda: admin.move(CONVERSATION, place, keep=True, timeout_s=1.0),
+                    lambda: admin.clear_prefix(CONVERSATION[:100]),
+                    lambda: admin.clear(),
+                )
+                await ask()
+            await asyncio.to_thread(rest, parts, tier)
+            tier._stall_s = HOURS_S
+            clock.jump()
+            for _ in range(2):
+                await admin.clear(tiers=False)
+                await ask()
+                await asyncio.to_thread(rest, parts, tier)
+            assert await admin.move(CONVERSATION, place) == 288
+            assert (await admin.lookup(CONVERSATION)).num_tier_tokens == {place: 288}
+            assert await admin.move(CONVERSATION, "device") == 288
+            assert tier.stats.state is TierState.UP
+        assert all(ledger.leased == 0 for ledger in parts.core.cache.ledger())
+
+    with place_for(place, fault, tmp_path, monkeypatch) as made:
+        asyncio.run(check(made))
     assert_no_threads_left()

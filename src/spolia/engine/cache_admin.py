@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from spolia.engine.core import EngineCore
+from spolia.engine.kv_blocks import KVBlocks
 from spolia.engine.kv_files import put_in, take_out
 from spolia.errors import InvalidRequest, Overloaded, StorageUnavailable
 from spolia.kvcache import PrefixHit, RetentionPolicy, make_policy
@@ -25,6 +27,7 @@ from spolia.tiers import (
     ExtentHeader,
     KeyChain,
     Mover,
+    Reach,
     Sealer,
     Tier,
     TierState,
@@ -132,11 +135,11 @@ class CacheAdmin:
         hit = await self._engine.call(lambda core: core.cache.explain(namespace, token_ids, other_namespaces=True))
         blocks, tiers = await self._engine.call(lambda core: (core.tiering.blocks, core.tiering.tiers.mover.tiers))
         digests = _chain(namespace, token_ids)
-        reaches = await asyncio.gather(*(asyncio.to_thread(blocks.reach, [tier], digests) for tier in tiers))
+        reaches = await asyncio.gather(*(_reach(blocks, [tier], digests) for tier in tiers))
         num_tier_tokens = {tier.name: there.stop_block * BLOCK_SIZE for tier, there in zip(tiers, reaches, strict=True)}
         ranges = [(0, hit.num_tokens, "device")] if hit.num_tokens else []
         first = hit.num_tokens // BLOCK_SIZE
-        below = await asyncio.to_thread(blocks.reach, tiers, digests[first:], first)
+        below = await _reach(blocks, tiers, digests[first:], first)
         for _, stop, tier in below.ranges:
             start = ranges[-1][1] if ranges else 0
             if stop * BLOCK_SIZE > start:
@@ -188,7 +191,7 @@ class CacheAdmin:
                 raise StorageUnavailable(f"tier {to} has not taken {num_tokens} tokens within {timeout_s:g} s")
             await asyncio.sleep(_LOOK_S)
         blocks = await self._engine.call(lambda core: core.tiering.blocks)
-        there = await asyncio.to_thread(blocks.reach, [tier], _chain(namespace, token_ids[:num_tokens]))
+        there = await _reach(blocks, [tier], _chain(namespace, token_ids[:num_tokens]))
         num_there = there.stop_block * BLOCK_SIZE
         if num_there < num_tokens:
             reason = tier.stats.reason or "it has no room for all"
@@ -388,11 +391,8 @@ class CacheAdmin:
             begun = await self._engine.call(
                 partial(lambda core, tier: begin(core.tiering.tiers.mover, tier), tier=tier)
             )
-            done = asyncio.wrap_future(begun)
-            deadline_s = time.monotonic() + _LINE_S
-            while not done.done() and tier.state is not TierState.STALLED and time.monotonic() < deadline_s:
-                await asyncio.wait([done], timeout=_LOOK_S)
-            results[tier] = done.result() if done.done() and done.exception() is None else None
+            result = await _in_time(begun, [tier])
+            results[tier] = result
         return results
 
     # -- Settings ------------------------------------------------------------------------------------------------------
@@ -414,6 +414,35 @@ class CacheAdmin:
             return before
 
         return await self._engine.call(swap)
+
+
+async def _in_time(begun: Future[T], tiers: Collection[Tier]) -> T | None:
+    """What comes of something that tiers are asked; None: it failed, one of them hangs, or it takes too long."""
+    done = asyncio.wrap_future(begun)
+    deadline_s = time.monotonic() + _LINE_S
+    while not done.done() and time.monotonic() < deadline_s:
+        if any(tier.state is TierState.STALLED for tier in tiers):
+            return None
+        await asyncio.wait([done], timeout=_LOOK_S)
+    return done.result() if done.done() and done.exception() is None else None
+
+
+async def _reach(blocks: KVBlocks, tiers: Sequence[Tier], digests: Sequence[bytes], first_block: int = 0) -> Reach:
+    """How far a prefix goes on in some tiers, as far as they say so in time."""
+    asked = [tier for tier in tiers if tier.is_usable]
+    found: Future[Reach] = Future()
+    found.set_running_or_notify_cancel()
+
+    def ask() -> None:
+        try:
+            found.set_result(blocks.reach(asked, digests, first_block))
+        except Exception as error:
+            found.set_exception(error)
+
+    # Of its own, and not of those that others wait for: it may hang with its tier.
+    threading.Thread(target=ask, name="spolia-lookup", daemon=True).start()
+    there = await _in_time(found, asked)
+    return blocks.reach([], digests, first_block) if there is None else there
 
 
 def _chain(namespace: bytes, token_ids: ArrayLike) -> list[bytes]:

@@ -26,6 +26,9 @@ from spolia.tiers import FetchPolicy, Planner, TierStats
 
 __all__ = ["Tiering"]
 
+_LOOK_S = 0.25
+"""How often to see whether what is read for nobody's request has come to a stop."""
+
 _BYTES_A_STEP = 32 << 20
 """Copied between two steps at most, in each direction, while there is something to compute."""
 
@@ -59,7 +62,7 @@ class Tiering:
         self.restores = Restores(
             blocks, tiers, self.meetings, self.planner, clock=clock, fetch=fetch, timeout_s=timeout_s
         )
-        self.transfers = Transfers(blocks, tiers)
+        self.transfers = Transfers(blocks, tiers, clock)
         self._clock = clock
 
     def set_waker(self, wake: Callable[[], None]) -> None:
@@ -147,7 +150,10 @@ class Tiering:
         """For how long `poll` will have nothing to do unless the waker is called: 0: not at all; None: for ever."""
         if self.tiers.offloader.can_pump or (self.transfers.has_something and self.restores.is_idle):
             return 0.0
-        return self.restores.idle_s
+        idle_s = self.restores.idle_s
+        if not self.transfers.is_reading:
+            return idle_s
+        return _LOOK_S if idle_s is None else min(idle_s, _LOOK_S)
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, for so long at most, and end the I/O."""

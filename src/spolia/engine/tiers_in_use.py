@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from spolia.engine.offload import Offloader
 from spolia.errors import InvalidRequest
-from spolia.tiers import Mover, Tier, TierUse
+from spolia.tiers import Mover, Tier, TierState, TierUse
 
 __all__ = ["TiersInUse"]
 
@@ -38,6 +38,11 @@ class TiersInUse:
     def any_usable(self) -> bool:
         """Whether there is a tier that is worth asking."""
         return any(tier.is_usable for tier in self.mover.tiers)
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether there is a tier that hangs."""
+        return any(tier.state is TierState.STALLED for tier in self.mover.tiers)
 
     def tier(self, name: str) -> Tier:
         """

@@ -10,7 +10,7 @@ on the engine's thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,6 +27,9 @@ __all__ = ["Transfers"]
 
 Ids = NDArray[np.int32]
 
+_PATIENCE_S = 1.0
+"""While a tier hangs, who waits for what may never come waits so long for the next of it."""
+
 _MAX_TRIES = 16
 """To bring up what somebody waits for, while requests take the room for it."""
 
@@ -40,6 +43,7 @@ class _Bring:
         encoding: how the namespace's blocks are written.
         may_evict: others may have to make room for it.
         num_tries: how often a restore was begun.
+        progress_s: when it was, or when something last arrived.
     """
 
     namespace: bytes
@@ -50,12 +54,14 @@ class _Bring:
     future: Future[int] = field(default_factory=Future)
     restore: Restore | None = None
     num_tries: int = 0
+    progress_s: float = 0.0
 
 
 class Transfers:
     """Those of one engine."""
 
-    def __init__(self, blocks: KVBlocks, tiers: TiersInUse) -> None:
+    def __init__(self, blocks: KVBlocks, tiers: TiersInUse, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._blocks = blocks
         self._tiers = tiers
         self._mover = tiers.mover
@@ -90,6 +96,11 @@ class Transfers:
         return bool(self._waiting) if restore is None else restore.has_arrived or restore.is_done
 
     @property
+    def is_reading(self) -> bool:
+        """Whether something is on its way up, and `poll` has to see that it does not take for ever."""
+        return self._current is not None and self._current.restore is not None
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is on its way up, or waits to be."""
         return self._current is None and not self._waiting
@@ -121,6 +132,7 @@ class Transfers:
             self._mover.cancel(bring.restore)
             bring.restore = None
         bring.num_tries += 1
+        bring.progress_s = self._clock()
         with self._blocks.cache.open_restore(bring.namespace, bring.ids) as lease:  # what is here was just used
             first = lease.num_computed_tokens // BLOCK_SIZE
         digests = bring.chain.digests[first:]
@@ -140,7 +152,8 @@ class Transfers:
             self._mover.give_back(run)
             if not is_taken:
                 return True
-        return is_done
+            bring.progress_s = self._clock()
+        return is_done or (self._tiers.has_stalled and self._clock() - bring.progress_s > _PATIENCE_S)
 
     def _is_short(self, bring: _Bring) -> bool:
         """Whether the tiers had more than has come. While it was read, requests may have taken the room of what was
