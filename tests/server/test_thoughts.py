@@ -97,7 +97,8 @@ def opened_url() -> Iterator[str]:
 
 
 def ask(url: str, path: str, **body: Any) -> Any:
-    reply = httpx.post(f"{url}{path}", json={"model": "scripted", "max_tokens": 300, "temperature": 0, **body})
+    asked = {"model": "scripted", "max_tokens": 300, "temperature": 0, **body}
+    reply = httpx.post(f"{url}{path}", json=asked, timeout=120)
     assert reply.status_code == 200, reply.text
     return reply.json()
 

@@ -1,4 +1,4 @@
-"""Searches over HTTP: texts that are known at their end only, so that the answer comes whole."""
+"""Searches over HTTP, whose answers come whole: which beam is best is known at the end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def refuse_company(body: ChatRequest | CompletionRequest, search: str, *names: s
         InvalidRequest: naming the field.
     """
     if body.stream:
-        raise InvalidRequest(f"{search} does not stream: the answer is known at its end", param="stream")
+        raise InvalidRequest(f"{search} does not stream: its answer comes whole; leave stream out", param="stream")
     if getattr(body, "echo", None) and getattr(body, "logprobs", None) is not None:
         raise InvalidRequest(f"echo with logprobs scores the prompt; {search} does not: leave one out", param="echo")
     for name in ("session", "tools", *names):
