@@ -125,6 +125,42 @@ def test_what_lies_in_a_tier_only_is_cleared_too(server):
     assert server.lookup([*base, *ways[1]]) == (0, {"host": 0, "disk": 0})
 
 
+@pytest.mark.parametrize("way", [{"all": True}, {"namespace": True}, {"prompt": prompt(0, 64)}])
+@pytest.mark.parametrize("where", ["device", "evicted", "tiers"])
+def test_whoever_misses_what_was_cleared_is_told_so_wherever_it_lay(tmp_path, way, where):
+    def engine() -> AsyncEngine:
+        return chatty_engine(num_blocks=24, tiers=[Tier("disk", FolderBackend(tmp_path), stall_s=60)])
+
+    def clear_and_ask(server: Server) -> None:
+        assert server.post("clear", **way)["num_tier_blocks"]["disk"] >= 6
+        assert server.post("lookup", prompt=prompt(0))["reason"] == "cleared"
+        assert server.post("lookup", prompt=prompt(50))["reason"] == "never_seen"
+        body = {"prompt": prompt(0), "max_tokens": 2, "temperature": 0, "explain": True}
+        for _ in range(2):  # once it has been computed, it has not been cleared
+            reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+            (choice,) = reply["spolia"]["choices"]
+            told.append([(part["stop"], part.get("reason")) for part in choice["ranges"]])
+
+    told: list[list[tuple[int, str | None]]] = []
+    first, second = engine(), engine()
+    with serving({"toy": first}) as url:
+        server = Server(url)
+        server.cached(prompt(0))
+        eventually(lambda: server.lookup(prompt(0))[1]["disk"] == 96)
+        for seed in range(1, 12 if where == "evicted" else 1):
+            server.cached(prompt(seed))
+        if where != "tiers":
+            clear_and_ask(server)
+    if where == "tiers":  # another process, which has seen none of it
+        with serving({"toy": second}) as url:
+            clear_and_ask(Server(url))
+    for each in (first, second):
+        asyncio.run(each.aclose())
+    # What filled no block no tier had.
+    assert told[0] == ([(96, "cleared"), (100, "never_seen")] if where == "tiers" else [(100, "cleared")])
+    assert told[1] == [(99, None), (100, "full")]
+
+
 class SlowToWrite(HostBackend):
     """Takes nothing before it is told to."""
 

@@ -132,7 +132,12 @@ class CacheAdmin:
         Tells whether another tenant or salt has more of it: for operators only.
         """
         namespace = self._engine.namespace_for(cache_salt, exact_kv=exact_kv)
-        hit = await self._engine.call(lambda core: core.cache.explain(namespace, token_ids, other_namespaces=True))
+
+        def explain(core: EngineCore) -> PrefixHit:
+            core.tiering.blocks.explain_cleared(KeyChain(namespace), np.asarray(token_ids, np.int32))
+            return core.cache.explain(namespace, token_ids, other_namespaces=True)
+
+        hit = await self._engine.call(explain)
         blocks, tiers = await self._engine.call(lambda core: (core.tiering.blocks, core.tiering.tiers.mover.tiers))
         digests = _chain(namespace, token_ids)
         reaches = await asyncio.gather(*(_reach(blocks, [tier], digests) for tier in tiers))
@@ -320,10 +325,13 @@ class CacheAdmin:
             return ClearReport(num_tokens, {}, (), tuple(kept_pins))
         act = partial(_drop, namespaces=namespaces, kept=kept)
         dropped = await self._each(lambda mover, tier: mover.call(tier, act))
+        await self._engine.call(
+            lambda core: core.tiering.note_cleared(key for keys in dropped.values() for key in keys or ())
+        )
         return ClearReport(
             num_tokens,
-            {tier.name: count or 0 for tier, count in dropped.items()},
-            tuple(tier.name for tier, count in dropped.items() if count is None),
+            {tier.name: len(keys or ()) for tier, keys in dropped.items()},
+            tuple(tier.name for tier, keys in dropped.items() if keys is None),
             tuple(kept_pins),
         )
 
@@ -369,6 +377,7 @@ class CacheAdmin:
         gone = keys | {key for of_one in listed for key, each in of_one.items() if each and each.digest in doomed}
         gone -= kept
         told = await self._each(lambda mover, tier: mover.discard(tier, list(gone)))
+        await self._engine.call(lambda core: core.tiering.note_cleared(gone))
         return ClearReport(
             num_tokens,
             {tier.name: len(keys | (gone & (of_one or {}).keys())) for tier, of_one in found.items()},
@@ -466,10 +475,10 @@ def _pinned_keys(core: EngineCore) -> set[bytes]:
     return {key for pin, ids in core.cache.pinned() for key in blocks.keys(_chain(pin.namespace, ids))}
 
 
-def _drop(tier: Tier, namespaces: Collection[bytes] | None, kept: Collection[bytes]) -> int | None:
-    """How many blocks it has been told to drop, all but those kept; None: it cannot be listed, or does not answer."""
+def _drop(tier: Tier, namespaces: Collection[bytes] | None, kept: Collection[bytes]) -> list[bytes] | None:
+    """The blocks that it has been told to drop, all but those kept; None: it cannot be listed, or does not answer."""
     found = _list(tier, namespaces)
     if found is None:
         return None
     doomed = [key for key in found if key not in kept]
-    return len(doomed) if tier.delete(doomed) else None
+    return doomed if tier.delete(doomed) else None

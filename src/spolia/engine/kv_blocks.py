@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ from spolia.kvcache import KVCache, Lease
 from spolia.tiers import BlockRun, Encoding, ExtentHeader, FirstNeeded, KeyChain, Reach, Tier, block_key, reach
 
 __all__ = ["KVBlocks"]
+
+_MAX_CLEARED = 1 << 16
+"""Blocks of which is known that somebody cleared them from tiers: the last ones."""
 
 Ids = NDArray[np.int32]
 
@@ -41,6 +45,7 @@ class KVBlocks:
         self.pools = pools
         self.exact, self.usual = encodings
         self._tiers = tiers
+        self._cleared: OrderedDict[bytes, float] = OrderedDict()  # when, by digest
 
     @property
     def num_groups(self) -> int:
@@ -106,6 +111,25 @@ class KVBlocks:
         num_rounded = self.cache.num_rounded_tokens(sequence.lease, num_tokens)
         return {codec.name: num_rounded} if num_rounded else {}
 
+    def note_cleared(self, keys: Iterable[bytes], now_s: float) -> None:
+        """Somebody has dropped these from tiers, by what they are called there: who misses them is told so."""
+        for key in keys:
+            self._cleared[key[:-1]] = now_s
+            self._cleared.move_to_end(key[:-1])
+        while len(self._cleared) > _MAX_CLEARED:
+            self._cleared.popitem(last=False)
+
+    def explain_cleared(self, chain: KeyChain, token_ids: Ids) -> None:
+        """If what follows the known of a prompt was cleared from tiers, have the cache say so."""
+        if not self._cleared:
+            return
+        chain.extend(token_ids)
+        first = self.cache.num_known(chain.namespace, token_ids) // BLOCK_SIZE
+        cleared = list(takewhile(self._cleared.__contains__, chain.digests[first:]))
+        if cleared:
+            stop = (first + len(cleared)) * BLOCK_SIZE
+            self.cache.note_cleared(chain.namespace, token_ids[:stop], self._cleared[cleared[0]])
+
     def fill(self, group: int, block_ids: Ids, payloads: Iterable[NDArray[np.uint8]], *, is_rounded: bool) -> None:
         """Write KV to blocks that a lease has, before it is committed."""
         for block_id, payload in zip(block_ids.tolist(), payloads, strict=True):
@@ -122,6 +146,8 @@ class KVBlocks:
         written = [lease.block_table(group)[first:last].copy() for group in range(self.num_groups)]
         self.cache.commit(lease, token_ids[start:stop])
         chain.extend(token_ids[:stop])
+        for digest in chain.digests[first:last] if self._cleared else ():
+            self._cleared.pop(digest, None)
         for group, before in enumerate(written):
             # Blocks may have been exchanged for equal ones; those that slid out of a window are the ones written.
             now = lease.block_table(group)[first:last]

@@ -12,7 +12,7 @@ An engine without tiers has one of these, too: it has nothing to wait for, and c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -73,10 +73,15 @@ class Tiering:
         """Of each tier. Any thread."""
         return tuple(tier.stats for tier in self.tiers.mover.tiers)
 
+    def note_cleared(self, keys: Iterable[bytes]) -> None:
+        """Somebody has dropped these from tiers, by what they are called there: who misses them is told so."""
+        self.blocks.note_cleared(keys, self._clock())
+
     # -- A sequence's way ----------------------------------------------------------------------------------------------
 
     def begin(self, sequence: Sequence) -> bool:
         """Look for what of the prompt is below. True: the sequence is held back until `poll` returns it."""
+        self.blocks.explain_cleared(self.blocks.chain_of(sequence), sequence.reusable_ids)
         return self.restores.begin(sequence)
 
     def start(self, sequence: Sequence) -> None:

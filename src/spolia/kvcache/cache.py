@@ -449,6 +449,25 @@ class KVCache:
         self.stats.num_cleared_tokens += num_tokens
         return num_tokens
 
+    def num_known(self, namespace: bytes, token_ids: ArrayLike) -> int:
+        """How many of these tokens are in the tree, whether they could be reused or not."""
+        return self._tree.match(namespace, _as_ids(token_ids))[1]
+
+    def note_cleared(self, namespace: bytes, token_ids: ArrayLike, time: float) -> None:
+        """What of these tokens is not cached was elsewhere until somebody cleared it, at that time: who misses it is
+        told so, whatever became of it here before."""
+        ids = _as_ids(token_ids)
+        path, length = self._tree.match(namespace, ids)
+        if length == len(ids):
+            return
+        node = path[-1] if path else self._tree.open_root(namespace)
+        before = self._tree.scar(node, length, ids.item(length))
+        if before is None or before.reason is not MissReason.CLEARED:
+            num_tokens = max(len(ids) - length, 0 if before is None else before.num_tokens)
+            node.add_scar(length, ids.item(length), Eviction(time, MissReason.CLEARED, "clear", num_tokens=num_tokens))
+        if not path:
+            self._tree.retire_root(node)
+
     def clear_prefix(
         self, namespace: bytes, token_ids: ArrayLike, *, is_alone: bool = False, pinned: bool = False
     ) -> tuple[int, list[Tag]]:
