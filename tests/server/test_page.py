@@ -1,6 +1,6 @@
 """The page: its files, its live data, and, in Debian's Chromium, that it works by mouse, by keyboard and on a phone.
 
-The browser's tests run where Chromium and Playwright are installed, and are skipped by name where they are not.
+The browser's tests run where Chromium is installed, and are skipped by name where it is not.
 SPOLIA_SCREENSHOTS names a folder for the pictures.
 """
 
@@ -19,6 +19,8 @@ from typing import Any
 
 import httpx
 import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import sync_playwright
 
 from spolia.server import ServerConfig
 from spolia.tiers import FolderBackend, HostBackend, Tier, TierUse
@@ -128,10 +130,7 @@ def test_live_data_shows_tiers_and_what_came_from_them():
 def browser(url: str) -> Iterator[Any]:  # ends before the server does: its loop is in this thread
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="Playwright is not installed (pip install playwright)"
-    )
-    with playwright.sync_playwright() as running:
+    with sync_playwright() as running:
         browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -328,7 +327,12 @@ def test_conversations_outlive_the_server_and_go_on_from_what_was_computed(brows
         page.locator("#health", has_text="ready").wait_for()
         page.click("#settings summary")
         page.fill("#max-tokens", "24")
-        say(page, "Name three rivers of Europe, and say where they begin and where they end.")
+        # Four blocks however short the answer is, which is drawn.
+        say(
+            page,
+            "Name three rivers of Europe, and say where they begin and where they end. Then tell me which of them is "
+            "the longest, which towns lie at its banks, and which seas they come to at last.",
+        )
         blocks = FolderBackend(tmp_path / "kv", sweep=False)
         eventually(lambda: len(list(blocks.entries())) >= 4)
         process.signal(signal.SIGKILL)
@@ -393,7 +397,7 @@ def test_rates_sizes_tiers_and_evictions_are_shown_in_pictures_and_in_words(page
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_to_complain_of(browser, forgetful, scheme):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python").Axe()
+    axe = Axe()
     for page in opened(browser, forgetful, color_scheme=scheme):
         say(page, "a story")
         page.click("#settings summary")
