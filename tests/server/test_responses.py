@@ -16,7 +16,7 @@ from engine.toy import toy_answer
 from spolia.server.responses import endpoints
 from spolia.server.resuming import ResumableStreams
 
-from .harness import Pace, chatty_engine, eventually, scripted_engine, serving
+from .harness import Pace, chatty_engine, eventually, metric, scripted_engine, serving
 from .test_completions import text_of
 from .test_tools import PARIS, ROME, tagged
 
@@ -189,10 +189,12 @@ BAD = [
     ({"max_output_tokens": -1}, "max_output_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"text": {"format": {"type": "xml"}}}, "text"),
-    ({"background": True}, "background"),
+    ({"background": True, "store": False}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     ({"top_logprobs": 2}, "top_logprobs"),
+    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+    ({"tools": [{"type": "custom", "name": "shell"}]}, "tools[0].type"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": 5}]}}, "tool_choice"),
 ]
 
@@ -202,6 +204,99 @@ def test_a_bad_response_is_400_and_names_its_field(url, fields, param):
     reply = httpx.post(f"{url}/v1/responses", json={"model": "toy", "input": "x", **fields})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
+
+
+def test_the_logprobs_of_a_message_are_those_of_its_text_streamed_or_not(client):
+    asked: Any = {"model": "scripted", "input": "both", "tools": TOOLS, "top_logprobs": 2}
+    asked["include"] = ["message.output_text.logprobs"]
+    whole = client.responses.create(**asked)
+    content = whole.output[0].content[0]
+    assert whole.top_logprobs == 2
+    assert "".join(token.token for token in content.logprobs).startswith(content.text.rstrip())
+    assert len(content.logprobs) < whole.usage.output_tokens / 2  # and not those of the calls
+    for token in content.logprobs:
+        assert bytes(token.bytes).decode() == token.token
+        assert token.logprob <= token.top_logprobs[0].logprob
+        assert len(token.top_logprobs) == 2
+    deltas = [event for event in client.responses.create(**asked, stream=True) if "output_text" in event.type]
+    told = [token.token for event in deltas if event.type.endswith("delta") for token in event.logprobs]
+    assert told == [token.token for token in content.logprobs]
+    assert [token.token for token in deltas[-1].logprobs] == told
+    plain = client.responses.create(model="scripted", input="hello", include=["message.output_text.logprobs"])
+    tokens = plain.output[0].content[0].logprobs
+    assert "".join(token.token for token in tokens) == plain.output_text
+    assert tokens[0].top_logprobs == []
+
+
+# In the background.
+
+
+@pytest.fixture
+def held() -> Iterator[tuple[OpenAI, Pace, str]]:
+    pace = Pace()
+    engine = chatty_engine(observer=pace, num_blocks=256, max_context=2048)
+    with serving({"toy": engine}) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client, pace, url
+    asyncio.run(engine.aclose())
+
+
+BACKGROUND: Any = {"model": "toy", "input": "x", "max_output_tokens": 40, "temperature": 0, "background": True}
+
+
+def test_a_response_in_the_background_is_answered_at_once_and_come_for_later(held):
+    client, pace, _ = held
+    expected = client.responses.create(**{**BACKGROUND, "background": False})
+    with pace.held():
+        begun = client.responses.create(**BACKGROUND)
+        assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+        assert client.responses.retrieve(begun.id).status in ("queued", "in_progress")
+    eventually(lambda: client.responses.retrieve(begun.id).status not in ("queued", "in_progress"))
+    ended = client.responses.retrieve(begun.id)
+    assert (ended.status, ended.output_text) == ("incomplete", expected.output_text)
+    assert client.responses.cancel(begun.id) == ended  # which is too late
+    assert [item.type for item in client.responses.input_items.list(begun.id)] == ["message"]
+    client.responses.delete(begun.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(begun.id)
+
+
+def test_a_response_in_the_background_is_cancelled_or_deleted_while_it_runs(held):
+    client, pace, url = held
+    pace.step_s = 0.01
+    endless: Any = {**BACKGROUND, "max_output_tokens": 1900}
+    begun = client.responses.create(**endless)
+    eventually(lambda: client.responses.retrieve(begun.id).status == "in_progress")
+    cancelled = client.responses.cancel(begun.id)
+    assert cancelled.status == "cancelled"
+    assert cancelled == client.responses.retrieve(begun.id) == client.responses.cancel(begun.id)
+    other = client.responses.create(**endless)
+    client.responses.delete(other.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(other.id)
+    eventually(lambda: metric(url, "spolia_requests_running") == 0)
+
+
+def test_a_stream_in_the_background_goes_on_without_its_reader_and_is_read_on(held):
+    client, pace, _ = held
+    with pace.held():
+        stream = client.responses.create(**BACKGROUND, stream=True)
+        first = next(iter(stream))
+        stream.close()
+    id_ = first.response.id
+    eventually(lambda: client.responses.retrieve(id_).status == "incomplete")
+    rest = list(client.responses.retrieve(id_, stream=True, starting_after=first.sequence_number))
+    assert rest[-1].response == client.responses.retrieve(id_)
+    assert [event.sequence_number for event in rest] == list(range(1, len(rest) + 1))
+
+
+def test_what_fails_in_the_background_is_told_to_who_comes_for_it():
+    engine = chatty_engine(observer=Pace(step_s=0.01), num_blocks=256, max_context=2048)
+    with serving({"toy": engine}) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        begun = client.responses.create(**{**BACKGROUND, "max_output_tokens": 1900})
+        eventually(lambda: engine.stats.num_running == 1)
+        asyncio.run(engine.aclose())
+        eventually(lambda: client.responses.retrieve(begun.id).status == "failed")
+        assert "cut off" in client.responses.retrieve(begun.id).error.message
 
 
 # Streams that are resumed.

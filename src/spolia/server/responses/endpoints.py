@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from spolia.engine import TokenLogprobs
 from spolia.errors import InvalidRequest, PromptTooLong, SpoliaError
 from spolia.models import Model
 from spolia.server.access import current_caller
@@ -23,7 +25,8 @@ from spolia.server.responses.schema import ResponsesRequest, messages_of, tool_u
 from spolia.server.resuming import ResumableStreams, stream
 from spolia.server.routes import Route
 from spolia.server.served import ServedModel, ServedModels
-from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, Thought, ToolCall, gather
+from spolia.server.sse import watch_for_disconnect
+from spolia.server.toolcalls import CallArguments, CallBegan, Part, Text, Thought, ToolCall
 from spolia.server.turn import Turn
 
 __all__ = ["ResponsesEndpoints"]
@@ -60,6 +63,7 @@ class ResponsesEndpoints:
         self._models = models
         self._config = config
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
+        self._running: dict[str, _Reply] = {}  # in the background
         self._num_bytes = 0
 
     def routes(self) -> list[Route]:
@@ -93,14 +97,20 @@ class ResponsesEndpoints:
             told = str(error).replace('"truncate": "head" or "middle"', '"truncation": "auto"')
             raise InvalidRequest(told, param="input", code=error.code) from None
         reply = _Reply(turn, body)
-        headers = {"x-request-id": turn.answer.id}
+        abort, headers = turn.answer.abort, {"x-request-id": turn.answer.id}
         if body.stream:
             events = self._events(reply, items)
-            abort, is_resumable = turn.answer.abort, body.resumable
-            return stream(request, reply.id, events, abort=abort, headers=headers, is_resumable=is_resumable)
-        shown = reply.ended(reply.items(await turn.whole(request)))
-        self._store(reply, items, shown)
-        return _json(shown, headers)
+            kept = body.resumable or body.background
+            return stream(request, reply.id, events, abort=abort, headers=headers, is_resumable=kept)
+        if body.background:
+            begun = reply.now()
+            reply.task = asyncio.ensure_future(self._run(reply, items))
+            return _json(begun, headers)
+        with watch_for_disconnect(request.receive, abort):
+            async for _ in reply.read():
+                pass
+        self._store(reply, items)
+        return _json(reply.last, headers)
 
     async def count(self, request: Request) -> Response:
         """How many tokens the prompt of a response has."""
@@ -120,10 +130,14 @@ class ResponsesEndpoints:
                     param="stream",
                 )
             return streams.read_on(response_id, request.query_params.get("starting_after", "-1"))
+        if (running := self._find_running(response_id)) is not None:
+            return _json(running.now())
         return _json(self._find(response_id).reply)
 
     async def delete(self, response_id: str) -> Response:
-        """Forget it."""
+        """Forget it; one that runs in the background ends."""
+        if (running := self._find_running(response_id)) is not None:
+            await running.cancel()
         self._num_bytes -= self._find(response_id).num_bytes
         del self._stored[response_id]
         return _json({"id": response_id, "object": "response", "deleted": True})
@@ -144,9 +158,13 @@ class ResponsesEndpoints:
         return _json({"object": "list", "data": data, **ends, "has_more": begin + len(data) < len(items)})
 
     async def cancel(self, response_id: str) -> Response:
-        """There is nothing to cancel: no response runs in the background."""
-        self._find(response_id)
-        raise InvalidRequest(f"{response_id} does not run in the background; leave its stream to end it")
+        """End a response that runs in the background; one that has ended stays as it is."""
+        if (running := self._find_running(response_id)) is not None:
+            await running.cancel()
+        stored = self._find(response_id)
+        if not stored.reply["background"]:
+            raise InvalidRequest(f"{response_id} does not run in the background; leave its stream to end it")
+        return _json(stored.reply)
 
     def _conversation(self, body: ResponsesRequest, model: Model) -> tuple[Conversation, list[dict[str, Any]]]:
         """What `body` asks to go on with, and as items.
@@ -194,17 +212,33 @@ class ResponsesEndpoints:
             f"no item {reference['id']!r} is kept here; those of the last {_MAX_STORED} responses are", param="input"
         )
 
-    async def _events(self, reply: _Reply, items: list[dict[str, Any]]) -> AsyncIterator[bytes]:
-        async for events in reply.events():
-            yield events
-        if reply.is_complete:
-            self._store(reply, items, reply.last)
+    def _find_running(self, response_id: str) -> _Reply | None:
+        reply = self._running.get(response_id)
+        return None if reply is None or reply.tenant != current_caller().tenant else reply
 
-    def _store(self, reply: _Reply, items: list[dict[str, Any]], shown: dict[str, Any]) -> None:
+    async def _events(self, reply: _Reply, items: list[dict[str, Any]]) -> AsyncIterator[bytes]:
+        if reply.is_background:
+            self._running[reply.id] = reply
+        try:
+            async for events in reply.events():
+                yield events
+        finally:
+            self._running.pop(reply.id, None)
+            if reply.is_complete or (reply.is_background and reply.last):
+                self._store(reply, items)
+            reply.has_ended.set()
+
+    async def _run(self, reply: _Reply, items: list[dict[str, Any]]) -> None:
+        """In the background: the events have no reader."""
+        async for _ in self._events(reply, items):
+            pass
+
+    def _store(self, reply: _Reply, items: list[dict[str, Any]]) -> None:
         if not reply.is_stored:
             return
+        shown = reply.last
         num_bytes = len(msgspec.json.encode([items, shown]))
-        self._stored[reply.id] = _Stored(current_caller().tenant, items, shown, num_bytes)
+        self._stored[reply.id] = _Stored(reply.tenant, items, shown, num_bytes)
         self._num_bytes += num_bytes
         while len(self._stored) > _MAX_STORED or self._num_bytes > _MAX_STORED_BYTES:
             self._num_bytes -= self._stored.popitem(last=False)[1].num_bytes
@@ -214,32 +248,46 @@ class _Reply:
     """One response in OpenAI's shapes.
 
     Attributes:
-        last: the whole object, once `is_complete`.
+        last: the whole object, once it has ended; `is_complete`: and did not fail.
+        task: reads it, where it is in the background and no stream.
     """
 
     def __init__(self, turn: Turn, body: ResponsesRequest) -> None:
         self.id = turn.answer.id
         self.is_stored = body.store is not False
+        self.is_background = bool(body.background)
+        self.tenant = current_caller().tenant
         self.is_complete = False
+        self.has_ended = asyncio.Event()
         self.last: dict[str, Any] = {}
+        self.task: asyncio.Future[None] | None = None
+        self._is_cancelled = False
+        self._has_begun = False
         self._turn = turn
         self._body = body
         self._number = 0
         self._done: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the item that grows
+        self._logprobs: deque[TokenLogprobs] = deque()  # of tokens whose text has not come yet
+        self._begun = b""  # of a token whose text has come in part: the rest of it
 
-    def items(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
-        text, calls = gather(parts)
-        thought = "".join(part.text for part in parts if isinstance(part, Thought))
-        thoughts = [_reasoning_item(thought, "completed")] if thought else []
-        message = [_message_item(text, "completed")] if text or not calls else []
-        return [*thoughts, *message, *(_call_item(call, "completed") for call in calls)]
+    def now(self) -> dict[str, Any]:
+        """What there is of it so far."""
+        return self._object("in_progress" if self._has_begun else "queued", output=self._done)
+
+    async def cancel(self) -> None:
+        """End it where it is, and wait until it is stored."""
+        self._is_cancelled = True
+        self._turn.answer.abort()
+        await self.has_ended.wait()
 
     def ended(self, output: list[dict[str, Any]]) -> dict[str, Any]:
         result = self._turn.output
         is_cut = result.finish_reason != "stop"
         reason = "max_output_tokens" if result.finish_reason == "length" else "aborted"
         num_in, num_out = len(result.prompt_token_ids), len(result.token_ids)
+        if self._is_cancelled:
+            return self._object("cancelled", output=output)
         return self._object(
             "incomplete" if is_cut else "completed",
             output=output,
@@ -257,44 +305,82 @@ class _Reply:
         )
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Ends with `is_complete`, unless it fails."""
-        begun = self._object("in_progress", output=[])
-        yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        """As `read`; what fails is told by the last one."""
         try:
-            async for parts in self._turn.parts():
-                if events := b"".join(event for part in parts for event in self._events_of(part)):
-                    yield events
+            async for events in self.read():
+                yield events
         except SpoliaError as error:
             told = msgspec.json.decode(error_body(error))["error"]
-            failed = self._object(
-                "failed", output=self._done, error={"code": "server_error", "message": told["message"]}
-            )
-            yield self._event("response.failed", response=failed)
-            return
+            trouble = {"code": "server_error", "message": told["message"]}
+            self.last = self._object("failed", output=self._done, error=trouble)
+            yield self._event("response.failed", response=self.last)
+
+    async def read(self) -> AsyncIterator[bytes]:
+        """Events; then `is_complete`.
+
+        Raises:
+            SpoliaError: as `Answer.deltas`.
+        """
+        begun = self._object("in_progress", output=[])
+        yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        async for parts in self._turn.parts():
+            self._has_begun = True
+            if events := b"".join(event for part in parts for event in self._events_of(part)):
+                yield events
         closing = b"".join(self._end_item())
         if all(item["type"] == "reasoning" for item in self._done):
             closing += b"".join([*self._begin(_message_item), *self._end_item()])
         self.last = self.ended(self._done)
         self.is_complete = True
-        kind = "response.completed" if self.last["status"] == "completed" else "response.incomplete"
+        kind = "response.incomplete" if self.last["status"] == "incomplete" else "response.completed"
         yield closing + self._event(kind, response=self.last)
 
     def _events_of(self, part: Part) -> list[bytes]:
         match part:
             case Text(text):
-                return [*self._begin(_message_item), self._add(text, "response.output_text.delta", logprobs=[])]
+                begun, logprobs = self._begin(_message_item), self._logprobs_of(text)
+                self._item["content"][0]["logprobs"] += logprobs
+                return [*begun, self._add(text, "response.output_text.delta", logprobs=logprobs)]
             case Thought(text):
+                self._logprobs_of(text)  # which are not told
                 return [*self._begin(_reasoning_item), self._add(text, "response.reasoning_text.delta")]
             case CallBegan(_, id_, name):
+                self._skip_logprobs()
                 ended = self._end_item()
                 self._open = _call_item(ToolCall(id_, name, ""), "in_progress")
                 added = self._event("response.output_item.added", output_index=len(self._done), item=self._open)
                 return [*ended, added]
             case CallArguments(_, text):
+                self._skip_logprobs()
                 item = self._item
                 item["arguments"] += text
                 at = {"item_id": item["id"], "output_index": len(self._done)}
                 return [self._event("response.function_call_arguments.delta", **at, delta=text)]
+
+    def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
+        """Those of the tokens of a piece of text, where they were asked for; tokens before them, marks, are skipped."""
+        tokenizer = self._turn.answer.engine.model.tokenizer
+
+        def named(token_id: int, logprob: float) -> dict[str, Any]:
+            spelt = tokenizer.token_bytes(token_id)
+            return {"token": tokenizer.token_text(token_id), "bytes": list(spelt), "logprob": logprob}
+
+        self._logprobs += self._turn.take_logprobs()
+        rest, shown = text.encode().removeprefix(self._begun), []
+        self._begun = b""
+        while rest and self._logprobs:
+            token = self._logprobs.popleft()
+            spelt = tokenizer.token_bytes(token.token_id)
+            if spelt and (rest.startswith(spelt) or spelt.startswith(rest)):
+                top = [named(*each) for each in token.top]
+                shown.append({**named(token.token_id, token.logprob), "top_logprobs": top})
+                rest, self._begun = rest[len(spelt) :], spelt[len(rest) :]
+        return shown
+
+    def _skip_logprobs(self) -> None:
+        """Calls have none."""
+        self._turn.take_logprobs()
+        self._logprobs.clear()
 
     @property
     def _item(self) -> dict[str, Any]:
@@ -331,7 +417,7 @@ class _Reply:
             kind = "response.reasoning_text.done"
             more: dict[str, Any] = {}
             if item["type"] == "message":
-                kind, more = "response.output_text.done", {"logprobs": []}
+                kind, more = "response.output_text.done", {"logprobs": part["logprobs"]}
             events = [
                 self._event(kind, **at, text=part["text"], **more),
                 self._event("response.content_part.done", **at, part=part),
@@ -368,10 +454,10 @@ class _Reply:
             "tools": body.tools or [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",
-            "background": False,
+            "background": self.is_background,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "service_tier": "default",
-            "top_logprobs": 0,
+            "top_logprobs": body.top_logprobs or 0,
             "usage": None,
             **fields,
         }

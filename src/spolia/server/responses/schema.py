@@ -64,20 +64,27 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             InvalidRequest: a field that is not supported and would change the answer.
         """
         instead = {
-            "background": "leave it out",
             "conversation": "go on with previous_response_id",
             "prompt": "send its text as input or instructions",
-            "top_logprobs": "/v1/chat/completions has them",
         }
         for name, remedy in instead.items():
             if getattr(self, name):
                 raise InvalidRequest(f"`{name}` is not supported here; {remedy}", param=name)
-        if "message.output_text.logprobs" in (self.include or ()):
+        if self.background and self.store is False:
             raise InvalidRequest(
-                "log-probabilities are not included here; /v1/chat/completions has them", param="include"
+                "background is true and store false: nobody could come for the response; leave store out",
+                param="background",
+            )
+        if self.top_logprobs and not self.wants_logprobs:
+            raise InvalidRequest(
+                'top_logprobs needs "include": ["message.output_text.logprobs"], which tells them', param="top_logprobs"
             )
         if self.truncation not in (None, "auto", "disabled"):
             raise InvalidRequest(f"truncation is {self.truncation!r}; it must be auto or disabled", param="truncation")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())
 
     def sampling_params(self) -> SamplingParams:
         """
@@ -89,12 +96,13 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "seed": self.seed,
+            "logprobs": (self.top_logprobs or 0) if self.wants_logprobs else None,
             "structured_outputs": self._form(),
         }
         try:
             return SamplingParams(**{name: value for name, value in given.items() if value is not None})
         except InvalidRequest as error:
-            spelt = {"max_tokens": "max_output_tokens", "structured_outputs": "text.format"}
+            spelt = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "structured_outputs": "text.format"}
             raise InvalidRequest(str(error), param=spelt.get(error.param or "", error.param)) from None
 
     def _form(self) -> dict[str, Any] | None:
@@ -119,10 +127,12 @@ def tool_use_of(body: ResponsesRequest) -> ToolUse | None:
     tools = []
     for index, tool in enumerate(body.tools or ()):
         if (kind := tool.get("type")) != "function":
-            raise InvalidRequest(
-                f"tools[{index}].type is {kind!r}, which runs on OpenAI's servers; only functions are supported",
-                param=f"tools[{index}].type",
+            why = (
+                "whose input is free text, and models here are taught JSON; give a function with a text parameter"
+                if kind == "custom"
+                else "which runs on OpenAI's servers; only functions are supported"
             )
+            raise InvalidRequest(f"tools[{index}].type is {kind!r}, {why}", param=f"tools[{index}].type")
         function = {
             key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None
         }
