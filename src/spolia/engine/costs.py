@@ -80,7 +80,7 @@ class _Curve:
         return self._times
 
     def _shape(self) -> tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.float64]]:
-        """The knots that were measured; what 0 and they weigh in each number of drafts; and what rows beyond them cost."""
+        """The knots that were measured; what 0 and they weigh in each number of drafts; what rows beyond them cost."""
         num_known = len(self._counts) - self._counts.count(0)
         if self._known is None or len(self._known[0]) != num_known:
             known = np.flatnonzero(self._counts)
