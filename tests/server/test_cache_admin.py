@@ -450,6 +450,31 @@ def test_what_memory_alone_holds_goes_to_the_folder_when_it_is_detached_or_is_to
     assert server.cached(prompt(0)) == (96 if order == ["host"] else 0)
 
 
+@pytest.mark.parametrize("size", [1 << 19, 2_000])
+def test_memory_that_takes_the_place_of_memory_keeps_what_fits(size):
+    """So a host tier is resized, with no tier below it."""
+    engine = chatty_engine(
+        num_blocks=64, tiers=[TierUse(Tier("host", HostBackend(1 << 20)), "write_back", is_exclusive=True)]
+    )
+    with serving({"toy": engine}) as url:
+        server = Server(url)
+        server.cached(prompt(0))
+        assert server.post("move", prompt=prompt(0), to="host")["num_tokens"] == 96
+        changed = server.post("config", detach=["host"], attach=[{"host": size}])
+        (detach, _) = changed["changes"]
+        told = detach["handed_down"]
+        assert told["to"] == "host"
+        assert told["num_blocks"] + told["num_dropped_blocks"] == 6
+        assert changed["config"]["tiers"][0]["capacity_bytes"] == size
+        assert changed["config"]["tiers"][0]["num_bytes"] == told["num_bytes"] <= size
+        assert (told["num_dropped_blocks"] == 0) == (size > 2_000)
+        if size > 2_000:
+            assert server.cached(prompt(0)) == 96
+        else:
+            assert 0 < told["num_blocks"] < 6
+    asyncio.run(engine.aclose())
+
+
 def test_a_folder_takes_the_place_of_memory_beside_the_folder_that_there_is(server, tmp_path):
     """As `--attach /fast/kv --detach host`."""
     done = server.post("config", attach=[{"disk": str(tmp_path / "fast"), "size": "1MiB"}], detach=["host"])

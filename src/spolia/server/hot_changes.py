@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -18,7 +18,18 @@ from spolia.errors import InvalidRequest, SpoliaError
 from spolia.kvcache import POLICIES
 from spolia.server.served import ServedModel
 from spolia.sizes import parse_bytes
-from spolia.tiers import Checksum, FolderBackend, HandedDown, HostBackend, Tier, TierUse, open_remote
+from spolia.tiers import (
+    Checksum,
+    FolderBackend,
+    HandedDown,
+    HostBackend,
+    Tier,
+    TierUse,
+    hand_down,
+    held_alone,
+    open_remote,
+    still_there,
+)
 
 __all__ = ["Change", "ConfigChange", "HotChanges", "apply_changes", "describe", "describe_unloaded"]
 
@@ -27,6 +38,12 @@ logger = logging.getLogger("spolia.server")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 Undo = Callable[[], Awaitable[None]]
+
+Retired: TypeAlias = tuple[TierUse, "Change"]
+"""A tier that is to be detached at last, and what is told of it."""
+
+_CARRIED = 64
+"""Blocks that go from a host tier to the one that takes its place, at a time."""
 
 
 class AttachTier(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -203,7 +220,7 @@ async def apply_changes(
     """
     changes: list[Change] = []
     undos: list[tuple[Change, Undo]] = []
-    retired: list[TierUse] = []
+    retired: list[Retired] = []
     for change, act in _acts(served, admin, wanted, may_grow_bytes, retired):
         changes.append(change)
         try:
@@ -218,7 +235,7 @@ async def apply_changes(
                     done.outcome, done.error = "not_undone", _told(trouble)
             break
     else:
-        for use in retired:  # what a tier has is given up only when no change can fail any more
+        for use, _ in retired:  # what a tier has is given up only when no change can fail any more
             await served.engine.call(lambda core, use=use: core.tiering.tiers.detach(use))  # type: ignore[misc]
     if not changes:
         raise InvalidRequest("nothing to change; send kv_policy, kv_memory, attach or detach", param="kv_policy")
@@ -234,7 +251,7 @@ def _told(error: Exception) -> str:
 
 
 def _acts(
-    served: ServedModel, admin: CacheAdmin, wanted: ConfigChange, may_grow_bytes: int | None, retired: list[TierUse]
+    served: ServedModel, admin: CacheAdmin, wanted: ConfigChange, may_grow_bytes: int | None, retired: list[Retired]
 ) -> Iterator[tuple[Change, Callable[[], Awaitable[Undo]]]]:
     """Each change, and what makes it and says how to undo it.
 
@@ -253,7 +270,7 @@ def _acts(
         yield detach, partial(_detach, engine, detach, retired)
     for spec in wanted.attach:
         attach = Change("attach", None, spec.name)
-        yield attach, partial(_attach, engine, spec, attach)
+        yield attach, partial(_attach, engine, spec, attach, retired)
 
 
 async def _use_policy(admin: CacheAdmin, change: Change) -> Undo:
@@ -289,9 +306,9 @@ async def _resize(engine: AsyncEngine, change: Change, may_grow_bytes: int | Non
     return undo
 
 
-async def _detach(engine: AsyncEngine, change: Change, retired: list[TierUse]) -> Undo:
+async def _detach(engine: AsyncEngine, change: Change, retired: list[Retired]) -> Undo:
     use, index, change.handed_down = await engine.retire_tier(change.before)
-    retired.append(use)
+    retired.append((use, change))
 
     async def undo() -> None:
         await engine.call(lambda core: core.tiering.tiers.reinstate(use, index))
@@ -299,7 +316,7 @@ async def _detach(engine: AsyncEngine, change: Change, retired: list[TierUse]) -
     return undo
 
 
-async def _attach(engine: AsyncEngine, spec: AttachTier, change: Change) -> Undo:
+async def _attach(engine: AsyncEngine, spec: AttachTier, change: Change, retired: Sequence[Retired]) -> Undo:
     tiers = await engine.call(lambda core: [use.tier for use in core.tiering.tiers.uses])
     there = {tier.name for tier in tiers}
     if spec.disk is not None:
@@ -316,7 +333,32 @@ async def _attach(engine: AsyncEngine, spec: AttachTier, change: Change) -> Undo
     async def undo() -> None:
         await engine.detach_tier(use.tier.name)
 
+    if spec.host is not None:
+        for before, detach in retired:
+            told = detach.handed_down
+            is_dropped = told is not None and told.to is None and told.num_dropped_blocks != 0
+            if is_dropped and isinstance(before.tier.backend, HostBackend):
+                try:
+                    detach.handed_down = await _carry_over(engine, before.tier, use.tier)
+                except Exception:
+                    await undo()
+                    raise
     return undo
+
+
+async def _carry_over(engine: AsyncEngine, source: Tier, target: Tier) -> HandedDown:
+    """Memory takes the place of memory: what fits of what it had, the last used, is there again."""
+    capacity = target.stats.health.capacity_bytes or 0
+    entries = await asyncio.to_thread(held_alone, source) or []
+    fitting = [entry for entry in entries if entry.num_bytes <= capacity]
+    for start in range(0, len(fitting), _CARRIED):
+        act = partial(hand_down, source, fitting[start : start + _CARRIED])
+        done = await engine.call(lambda core, act=act: core.tiering.tiers.mover.call(target, act))  # type: ignore[misc]
+        await asyncio.wrap_future(done)
+    there = await asyncio.to_thread(still_there, target, [entry.key for entry in fitting])
+    kept = [entry for entry in fitting if entry.key in there]
+    num_bytes, num_kept_bytes = (sum(entry.num_bytes for entry in some) for some in (entries, kept))
+    return HandedDown(target.name, len(kept), num_kept_bytes, len(entries) - len(kept), num_bytes - num_kept_bytes)
 
 
 def _open(engine: AsyncEngine, spec: AttachTier, there: Collection[str]) -> TierUse:
