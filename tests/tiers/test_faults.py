@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 
 import pytest
@@ -163,8 +163,12 @@ def assert_clean(engine: Engine, made: Place) -> None:
         assert verify_folder(FolderBackend(made.folder, sweep=False))[2:] == ((), 0)
 
 
-def assert_no_threads_left() -> None:
-    until(lambda: not any(thread.name.startswith("spolia-") for thread in threading.enumerate()))
+@pytest.fixture(autouse=True)
+def _no_threads_left() -> Iterator[None]:
+    """None of ours that was not there before: other tests' may be."""
+    before = set(threading.enumerate())
+    yield
+    until(lambda: not any(thread.name.startswith("spolia-") for thread in set(threading.enumerate()) - before))
 
 
 @MATRIX
@@ -216,7 +220,6 @@ def test_requests_are_answered_right_before_during_and_after(place, fault, tmp_p
 
         assert_clean(engine, made)
         engine.core.close()
-    assert_no_threads_left()
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -278,7 +281,6 @@ def test_faults_that_come_and_go_under_traffic_change_no_answer(place, tmp_path,
             assert (tier.stats.state, tier.stats.reason) == (TierState.UP, "")
             engine.core.cache.check()
         assert_clean(engine, made)
-    assert_no_threads_left()
 
 
 SEEN_BY_TRYING = [
@@ -338,7 +340,6 @@ def test_an_engine_whose_tier_is_in_trouble_at_the_start_starts_and_uses_it_late
         assert output.num_restored_tokens == {"mine": 288}
         assert tier.stats.state is TierState.UP
         engine.core.close()
-    assert_no_threads_left()
 
 
 OPERATED = [(place, fault) for place, fault in PAIRS if place in ("own", "folder", "valkey")]
@@ -395,4 +396,3 @@ def test_operators_are_answered_too_and_what_they_do_works_afterwards(place, fau
 
     with place_for(place, fault, tmp_path, monkeypatch) as made:
         asyncio.run(check(made))
-    assert_no_threads_left()
