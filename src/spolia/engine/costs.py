@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +26,30 @@ MIN_GAIN = 1.04
 
 _KNOTS = (0, 1, 2, 3, 4, 6, 8, 11, 15, 20, 32, 48, MAX_DRAFT_ROWS)
 _ROW_COST = 0.2  # of a step of one row, before anything was measured; more than most machines take
+_CAUTION = 1.25  # of what the drafts that were measured cost, those beyond them are assumed to cost so much each
 _MAX_SURPRISE = math.log(2.0)  # a step that was held up by something else teaches no more than this
 _NUM_TRIALS = 2  # measurements before a rise above what was assumed is believed
 _LEVEL_RATE = 0.1
 _CURVE_RATE = 0.1
 _DOUBT = 1e-4  # of what was measured long ago, forgotten at each step that checks no draft
+
+
+class _Layout(NamedTuple):
+    """How the time of each number of drafts is put together from those of the knots that were measured.
+
+    Attributes:
+        known: the knots, by index.
+        last: drafts of the last of them.
+        of_none: what the time without drafts weighs.
+        of_known: what each knot's weighs, `[MAX_DRAFT_ROWS + 1, len(known)]`.
+        beyond: drafts beyond the last knot.
+    """
+
+    known: NDArray[np.intp]
+    last: int
+    of_none: NDArray[np.float64]
+    of_known: NDArray[np.float64]
+    beyond: NDArray[np.int64]
 
 
 class _Curve:
@@ -43,7 +63,7 @@ class _Curve:
         self._first = [0.0] * len(_KNOTS)
         self.level: float | None = None
         self._times: list[float] | None = None
-        self._known: tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.float64]] | None = None
+        self._known: _Layout | None = None
 
     def note(self, extra: int, duration_s: float) -> None:
         measured = math.log(max(duration_s, 1e-6))
@@ -61,7 +81,7 @@ class _Curve:
             # What may have been held up by something else is not believed before it was seen twice.
             self._counts[knot] += 1
             relative = measured - self.level + math.log(self.times()[_KNOTS[knot]] / self.times()[extra])
-            before = self._values[knot] if self._counts[knot] == 1 else self._first[knot]
+            before = math.log(self.times()[_KNOTS[knot]]) if self._counts[knot] == 1 else self._first[knot]
             self._first[knot] = relative
             self._values[knot] = min(before, relative)
             self._times = None
@@ -73,21 +93,25 @@ class _Curve:
     def times(self) -> list[float]:
         """By number of drafts, the time of a step relative to one without."""
         if self._times is None:
-            known, weights, beyond = self._shape()
+            layout = self._layout()
             # Fewer drafts never take longer than more.
-            values = np.minimum.accumulate(self._values[known][::-1])[::-1]
-            self._times = (weights[:, 0] + weights[:, 1:] @ np.exp(np.maximum(values, 0.0)) + beyond).tolist()
+            values = np.minimum.accumulate(self._values[layout.known][::-1])[::-1]
+            measured = np.exp(np.maximum(values, 0.0))
+            slope = self._row_cost
+            if len(measured):
+                slope = min(slope, max(slope / 4, _CAUTION * (float(measured[-1]) - 1.0) / layout.last))
+            times = layout.of_none + layout.of_known @ measured + slope * layout.beyond
+            self._times = times.tolist()
         return self._times
 
-    def _shape(self) -> tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.float64]]:
-        """The knots that were measured; what 0 and they weigh in each number of drafts; what rows beyond them cost."""
-        num_known = len(self._counts) - self._counts.count(0)
-        if self._known is None or len(self._known[0]) != num_known:
-            known = np.flatnonzero(self._counts)
+    def _layout(self) -> _Layout:
+        known = np.flatnonzero(self._counts)
+        if self._known is None or len(self._known.known) != len(known):
             at = np.array([0, *np.array(_KNOTS)[known]])
             counts = np.arange(MAX_DRAFT_ROWS + 1)
             weights = np.stack([np.interp(counts, at, of_one) for of_one in np.eye(len(at))], axis=1)
-            self._known = known, weights, self._row_cost * np.maximum(counts - at[-1], 0)
+            beyond = np.maximum(counts - at[-1], 0)
+            self._known = _Layout(known, int(at[-1]), weights[:, 0], weights[:, 1:], beyond)
         return self._known
 
 

@@ -26,7 +26,7 @@
 namespace spolia::SPOLIA_LEVEL {
 namespace {
 
-constexpr int64_t kTileHeads = kHasMatrix ? 48 : 24;   // query heads (rows x heads of a KV head) that a tile aims for
+constexpr int64_t kTileHeads = kHasMatrix ? 48 : 30;   // query heads (rows x heads of a KV head) that a tile aims for
 constexpr int64_t kMinItems = 64;    // a step of any size is cut at least this fine, so that threads end together
 constexpr int64_t kSplitCost = 8;    // cost of a split's loads, in query heads
 
