@@ -165,3 +165,51 @@ def test_a_tier_that_is_on_its_way_out_is_closed_with_the_others():
     mover.hide(tiers[0])
     mover.close()
     assert closed == [tier.backend for tier in tiers]
+
+
+def test_a_tier_in_which_all_readers_hang_does_not_hold_up_what_a_healthy_one_has():
+    class Stuck(FaultyBackend):
+        def close(self) -> None:
+            pass
+
+    now = [0.0]
+    stuck, healthy = Stuck(), FaultyBackend()
+    tiers = [Tier(name, backend, clock=lambda: now[0]) for name, backend in (("stuck", stuck), ("healthy", healthy))]
+    encoding = Encoding("test/f32", (PAYLOAD_BYTES,))
+    mover = Mover(tiers, encodings=[encoding], num_readers=2)
+    elsewhere = headers(3)
+    header = elsewhere.pop(0)
+    assert mover.store(tiers[1], header.encode(), 0, BLOCK, encoding)
+    assert mover.flush(20)
+    before = set(threading.enumerate())
+
+    def readers() -> int:
+        return sum(thread.name == "spolia-reader" and thread not in before for thread in threading.enumerate())
+
+    def bring() -> None:
+        restore = mover.fetch([header.digest], 0, encoding)
+        until(lambda: restore.is_done)
+        assert restore.has_arrived
+        mover.cancel(restore)
+
+    stuck.hang()
+    lost = [mover.fetch([each.digest], 0, encoding) for each in elsewhere]
+    until(lambda: stuck.calls.count("exists") == 2)
+    waiting = mover.fetch([header.digest], 0, encoding)
+    assert readers() == 2
+    now[0] += 60.0
+    mover.replace_readers()
+    until(lambda: waiting.is_done)
+    assert waiting.has_arrived
+    mover.cancel(waiting)
+    mover.hide(tiers[0])
+    mover.detach(tiers[0])  # they hang in it all the same
+    for _ in range(3):
+        bring()
+    assert readers() == 4
+
+    stuck.resume()
+    until(lambda: all(restore.is_done for restore in lost) and readers() == 2)
+    bring()
+    mover.close()
+    assert readers() == 0

@@ -120,6 +120,7 @@ class Restores:
         """Take in what arrived, about `max_bytes` a sequence; the sequences that need to wait no longer."""
         if not self._held:
             return []
+        self._mover.replace_readers()
         now_s = self._clock()
         done = [
             held

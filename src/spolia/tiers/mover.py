@@ -17,6 +17,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -235,6 +236,8 @@ class Mover:
         encodings: all that blocks will be written or read in, of the same pools.
         staging_bytes: memory for what waits to be written to all tiers, and as much again for what was read.
 
+        num_readers: as many as do not hang in a tier: one that does is replaced, and leaves when it is back.
+
     Attributes:
         notify: called on threads of the mover's when something arrived or room was made.
     """
@@ -260,16 +263,19 @@ class Mover:
         self._share_bytes = staging_bytes // max(1, len(self.tiers))
         self._lanes = {tier: _Lane(tier, self._share_bytes, self._write) for tier in self.tiers}
         self._restores: queue.SimpleQueue[Restore | None] = queue.SimpleQueue()
-        self._readers = [
-            threading.Thread(target=self._read, name=f"spolia-reader-{i}", daemon=True) for i in range(num_readers)
-        ]
-        self._is_reading = False
+        self._num_readers = num_readers
+        self._crew = threading.Lock()  # guards what follows
+        self._readers: list[threading.Thread] = []
+        # Those that were detached, too, as long as somebody hangs in them.
+        self._ever: weakref.WeakSet[Tier] = weakref.WeakSet(tiers)
 
     # -- Tiers come and go ---------------------------------------------------------------------------------------------
 
     def attach(self, tier: Tier, index: int) -> None:
         """Use one more tier, as the `index`-th fastest."""
         self._lanes = {**self._lanes, tier: _Lane(tier, self._share_bytes, self._write)}
+        with self._crew:
+            self._ever.add(tier)
         self.tiers = (*self.tiers[:index], tier, *self.tiers[index:])
 
     def hide(self, tier: Tier) -> None:
@@ -390,15 +396,23 @@ class Mover:
         Args:
             is_backward, is_worth, first_needed: as `Restore` has them.
         """
-        if not self._is_reading:
-            self._is_reading = True
-            for reader in self._readers:
-                reader.start()
         restore = Restore(
             digests, first_block, encoding, is_backward=is_backward, is_worth=is_worth, first_needed=first_needed
         )
         self._restores.put(restore)
+        self.replace_readers()
         return restore
+
+    def replace_readers(self) -> None:
+        """If something waits to be read, see that there are readers who do not hang: a tier that does is not to hold up
+        what the others have."""
+        if self._restores.empty():
+            return
+        with self._crew:
+            for _ in range(self._num_readers - self._num_free()):
+                reader = threading.Thread(target=self._read, name="spolia-reader", daemon=True)
+                self._readers.append(reader)
+                reader.start()
 
     def give_back(self, run: BlockRun) -> None:
         """The run has been copied, or nobody wants it."""
@@ -426,9 +440,11 @@ class Mover:
         """End the threads; one that hangs in a backend is left to end by itself."""
         for lane in self._lanes.values():
             lane.queue.put(None)
-        for _ in self._readers:
+        with self._crew:
+            readers = list(self._readers)
+        for _ in readers:
             self._restores.put(None)
-        for thread in [*(lane.thread for lane in self._lanes.values()), *(self._readers if self._is_reading else ())]:
+        for thread in [*(lane.thread for lane in self._lanes.values()), *readers]:
             thread.join(timeout_s)
         for tier in self._lanes:  # those that are hidden, too
             tier.close()
@@ -493,6 +509,21 @@ class Mover:
             finally:
                 restore.is_done = True
                 self.notify()
+            if self._leaves():
+                return
+
+    def _leaves(self) -> bool:
+        """Whether the reader that asks has been replaced while it hung; it is counted no more then."""
+        with self._crew:
+            is_too_many = self._num_free() > self._num_readers
+            if is_too_many:
+                self._readers.remove(threading.current_thread())
+        return is_too_many
+
+    def _num_free(self) -> int:
+        """Readers that do not hang."""
+        hanging = {ident for tier in self._ever for ident in tier.hanging_threads}
+        return sum(reader.ident not in hanging for reader in self._readers)
 
     def _bring(self, restore: Restore) -> None:
         """Find out which tier has what, then read it run by run, until a block is nowhere."""

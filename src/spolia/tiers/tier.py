@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +76,11 @@ class TierStats:
     read_bytes_per_s: float | None
 
 
+class _InFlight(NamedTuple):
+    begun_s: float
+    thread: int
+
+
 class Tier:
     """Seals what goes down, trusts nothing that comes up, and keeps a backend that fails or hangs from being asked.
 
@@ -102,7 +108,7 @@ class Tier:
         self._stall_s = stall_s
         self._clock = clock
         self._lock = threading.Lock()  # guards all below
-        self._calls: dict[int, float] = {}  # in flight: when they began
+        self._calls: dict[int, _InFlight] = {}
         self._num_calls = 0
         self._retry_s: float | None = None  # when to try again; None: up
         self._backoff_s = _FIRST_RETRY_S
@@ -139,6 +145,13 @@ class Tier:
         if is_news:
             logger.warning("tier=%s hangs, requests go on without it until its call returns", self.name)
         return is_usable
+
+    @property
+    def hanging_threads(self) -> frozenset[int]:
+        """Threads, by their idents, whose calls have not returned for too long."""
+        with self._lock:
+            now_s = self._clock()
+            return frozenset(call.thread for call in self._calls.values() if now_s - call.begun_s > self._stall_s)
 
     def probe(self) -> None:
         """Write, read and delete something, to see whether all of that works.
@@ -300,7 +313,7 @@ class Tier:
             state = self._state()
             reason = self._reason
             if state is TierState.STALLED:
-                waited_s = self._clock() - min(self._calls.values())
+                waited_s = self._clock() - min(self._calls.values()).begun_s
                 reason = f"a call has not returned for {waited_s:.0f} s"
             elif self._is_full and not reason:
                 reason = _FULL
@@ -356,7 +369,7 @@ class Tier:
         with self._lock:
             self._num_calls += 1
             number = self._num_calls
-            self._calls[number] = self._clock()
+            self._calls[number] = _InFlight(self._clock(), threading.get_ident())
         try:
             yield True
             health = self.backend.health()
@@ -369,7 +382,7 @@ class Tier:
                 del self._calls[number]
 
     def _state(self) -> TierState:
-        if self._calls and self._clock() - min(self._calls.values()) > self._stall_s:
+        if self._calls and self._clock() - min(self._calls.values()).begun_s > self._stall_s:
             return TierState.STALLED
         return TierState.UP if self._retry_s is None else TierState.DOWN
 
