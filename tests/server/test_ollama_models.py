@@ -19,12 +19,13 @@ from openai import OpenAI
 
 from engine.toy import toy_answer
 from spolia.engine import AsyncEngine, EngineConfig
-from spolia.models import ChatTemplate, list_models
+from spolia.models import BlobWriter, ChatTemplate, list_models
 from spolia.server import ModelSource, ServerConfig
 
-from .harness import ChattyToy, Pace, chatty_engine, serving
+from .harness import ChattyToy, Pace, chatty_engine, eventually, serving
 from .test_access import ADMIN, ALICE, KEYS, bearer
 from .test_completions import text_of
+from .test_many_models import states
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 GREEDY = {"temperature": 0, "num_predict": 6}
@@ -105,6 +106,29 @@ def test_a_model_is_made_of_another_and_speaks_as_it_is_told_in_every_api(client
     assert [model.model for model in client.list().models] == ["toy", "mario"]
 
 
+def test_the_tokens_of_a_prompt_are_counted_as_the_made_model_has_it(client, url):
+    client.create(model="mario", from_="toy", system="Be Mario.")
+    body = {"model": "mario", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    counted = httpx.post(f"{url}/v1/messages/count_tokens", json=body).json()
+    usage = httpx.post(f"{url}/v1/messages", json=body, timeout=30).json()["usage"]
+    assert counted["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert counted["input_tokens"] == len(b"system: Be Mario.\nuser: hi\nassistant:")
+
+
+def test_a_cache_that_was_changed_by_a_made_models_name_is_as_changed_when_its_base_has_been_away(folder):
+    source = ModelSource(load=lambda _: chatty_engine(), size_bytes=lambda: 1)
+    with serving({"toy": source}) as url, closing(ollama.Client(host=url)) as client:
+        client.create(model="mario", from_="toy")
+        wanted = {"model": "mario", "kv_policy": "slru"}
+        assert httpx.post(f"{url}/v1/cache/config", json=wanted, timeout=60).json()["outcome"] == "done"
+        client.generate(model="mario", prompt="", keep_alive=0)
+        for state in ("unloaded", "ready"):
+            eventually(lambda state=state: states(url)["toy"] == state)
+            config = httpx.get(f"{url}/v1/cache/config", params={"model": "mario"}, timeout=60).json()
+            assert (config["model"], config["status"], config["kv_policy"]) == ("toy", state, "slru")
+            client.generate(model="mario", prompt="x", options={"num_predict": 1})
+
+
 def test_all_that_are_made_of_one_model_share_its_weights_and_its_cache(client, url):
     client.create(model="one", from_="toy", system="A long system prompt that is the same for both.")
     client.copy("one", "two")
@@ -179,6 +203,37 @@ def test_a_model_that_is_answering_is_not_deleted(folder):
         assert client.generate(
             model="toy", prompt="x", raw=True, options={"num_predict": 1}
         ).done  # and is served still
+
+
+def test_a_template_that_is_none_leaves_no_model_of_the_file_behind(client, folder, smollm2_path: Path):
+    digest = client.create_blob(smollm2_path)
+    with pytest.raises(ollama.ResponseError, match="no Jinja"):
+        client.create(
+            model="mine", files={"m.gguf": digest}, template="{{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}"
+        )
+    assert [path.name for path in folder.rglob("*") if path.is_file()] == [digest.replace(":", "-")]
+    assert client.create(model="mine", files={"m.gguf": digest}).status == "success"
+
+
+def test_uploads_that_begin_at_once_may_find_the_same_old_file_gone(folder, monkeypatch: pytest.MonkeyPatch):
+    digest = "sha256:" + hashlib.sha256(b"new").hexdigest()
+    (folder / "blobs").mkdir(parents=True)
+    old = folder / "blobs" / f"sha256-{'0' * 64}"
+    old.touch()
+    os.utime(old, (0, 0))
+    glob = Path.glob
+
+    def glob_late(path: Path, pattern: str) -> list[Path]:
+        found = list(glob(path, pattern))
+        old.unlink(missing_ok=True)  # by the other upload
+        return found
+
+    monkeypatch.setattr(Path, "glob", glob_late)
+    writer = BlobWriter(digest)
+    writer.write(b"new")
+    writer.finish()
+    writer.close()
+    assert [path.name for path in (folder / "blobs").iterdir()] == [digest.replace(":", "-")]
 
 
 BLOB = "sha256:" + hashlib.sha256(b"no model").hexdigest()

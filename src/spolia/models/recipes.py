@@ -223,9 +223,10 @@ class BlobWriter:
         with _told():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             for blob in _blobs():  # nobody made a model of these, or of what is left of an upload
-                stat = blob.stat()
-                if stat.st_nlink == 1 and time.time() - stat.st_mtime > _UNUSED_S:
-                    blob.unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):  # another upload is over, or has done it
+                    stat = blob.stat()
+                    if stat.st_nlink == 1 and time.time() - stat.st_mtime > _UNUSED_S:
+                        blob.unlink()
             handle, partial = tempfile.mkstemp(dir=self._path.parent, prefix="sha256-", suffix=".partial")
         self._file = os.fdopen(handle, "wb")
         self._partial = Path(partial)

@@ -278,11 +278,12 @@ class CacheAdminEndpoints:
 
     async def config(self, request: Request) -> Response:
         """Size, policy and tiers, as they are now; of a model that is not in memory, as it will have them."""
-        return _json(await self._describe(self._models.get(request.query_params.get("model"))))
+        return _json(await self._describe(self._models.owner(request.query_params.get("model"))))
 
     async def change(self, request: Request) -> Response:
         """Change them, one after the other; if one fails, those before it are undone."""
-        served, body, admin = await self._read(request, ConfigChange)
+        _, body, admin = await self._read(request, ConfigChange)
+        served = self._models.owner(body.model)  # it holds for all that are made of it, and when it has been away
         changes = await self._changes.make(served, admin, body)
         failed = next((change for change in changes if change.error is not None), None)
         content = {

@@ -45,7 +45,7 @@ class AnthropicEndpoints:
         """How many tokens a request's prompt has."""
         body = await read_body(request, CountRequest, max_bytes=self._config.max_body_bytes)
         body.check()
-        model = (await self._models.ready(body.model)).engine.model
+        model = (await self._models.ready(body.model)).model
         ids = await conversation(body, model).encode(model)
         return Response(msgspec.json.encode({"input_tokens": len(ids)}), media_type="application/json")
 

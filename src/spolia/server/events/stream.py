@@ -55,7 +55,7 @@ class EventEndpoints:
     async def events(self, request: Request) -> Response:
         """What the cache of a model (`?model=`, else the first) stores and gives up."""
         name = request.query_params.get("model")
-        served = self._models.get(name) if name else self._models.all()[0]
+        served = self._models.owner(name) if name else self._models.all()[0]
         served.engine  # noqa: B018 - raises while it loads
         last = request.headers.get("last-event-id") or request.query_params.get("after") or ""
         reader = _Reader(self, served, last)

@@ -72,6 +72,8 @@ class OllamaMaking:
         before = await asyncio.to_thread(read_recipe, name)
         if before is None and any(served.name == name for served in self._models.everything()):
             raise Conflict(f"there is a model {name!r} that was not made here; take another name, or delete it first")
+        if body.template:  # before anything is put in its place
+            await asyncio.to_thread(_check_template, body.template)
         if body.files:
             if others := await asyncio.to_thread(made_of, name):
                 raise Conflict(f"{', '.join(others)} would become another model with {name!r}; delete that first")
@@ -79,8 +81,6 @@ class OllamaMaking:
             recipe = await asyncio.to_thread(Recipe.of_blob, name, body.blob(), **body.given())
         else:
             recipe = body.over(await self._recipe_of(body.from_ or ""))
-        if recipe.template:
-            await asyncio.to_thread(_check_template, recipe.template)
         await asyncio.to_thread(recipe.write, name)
         try:
             self._models.get(name)

@@ -59,7 +59,7 @@ class PageEndpoints:
     async def live(self, request: Request) -> Response:
         """What the cache of a model (`?model=`, else the first) and its requests look like now."""
         name = request.query_params.get("model")
-        served = self._models.get(name) if name else self._models.all()[0]
+        served = self._models.owner(name) if name else self._models.all()[0]
         view, stats, running = await served.engine.call(_look)
         return Response(msgspec.json.encode(_shown(served, view, stats, running)), media_type="application/json")
 
