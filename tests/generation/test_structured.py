@@ -318,6 +318,17 @@ def test_a_form_that_cannot_be_compiled_is_refused_with_the_place(form, place):
         assert caught.value.param == "structured_outputs"
 
 
+def test_the_place_in_a_regex_is_found_as_fast_as_it_is_long_whatever_is_escaped_before():
+    """A quadratic search would take minutes here, and all who want a form would wait for it."""
+    rng = random.Random(3)
+    parts = ["a", "é", "/", "\n", r"\/", r"\.", r"\\", "\\\n"]
+    for length in (*range(12), 200_000):
+        before = "".join(rng.choice(parts) for _ in range(length))
+        place = rf"at character {len(before) + 1}, '\(b': unclosed group"
+        with pytest.raises(InvalidRequest, match=place):
+            VOCABULARY.grammars.compile(StructuredOutput(regex=f"{before}(b"))
+
+
 AFTER = [
     ({"regex": "[ab]{2}"}, "[ab]{2}"),
     ({"choice": ["yes", "no/\n"]}, "yes|no/\n"),

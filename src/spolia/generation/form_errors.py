@@ -27,7 +27,12 @@ def explain_regex(pattern: str, error: str) -> str:
     if found is None:
         return _said(error)
     place = len(found["caret"]) - 4  # in the pattern as it stands between slashes
-    index = next((n for n in range(len(pattern)) if len(between_slashes(pattern[: n + 1])) > place), len(pattern))
+    num_more = 0  # characters that stand there only
+    for part in _UNSLASHED.finditer(pattern):
+        if part.start() + num_more >= place:
+            break
+        num_more += len(part[0]) == 1
+    index = min(max(place - num_more, 0), len(pattern))
     rest = pattern[index : index + _SHOWN]
     return f"at character {index + 1}, {rest!r}: {found['reason']}"
 
