@@ -12,6 +12,7 @@ from engine.toy import answer, toy_engine
 from spolia.errors import InvalidRequest
 from spolia.generation import SamplingParams
 from spolia.generation.pipeline import build_pipeline
+from spolia.generation.processors import green_list
 
 from .test_processors import PROMPT, VOCAB_SIZE, filtered, vocabulary
 
@@ -50,6 +51,21 @@ def test_each_token_of_an_answer_is_marked_as_transformers_marks_it(settings, gr
         num_changed += not np.array_equal(expected[0].numpy(), given[0])
     least = settings.get("context_width", 1)
     assert num_changed == (len(buffer) - least if settings.get("greenlist_ratio") != 0.001 else 0)
+
+
+def test_the_table_of_a_key_is_made_once_for_an_answer_however_many_others_there_are():
+    """It is of a million places, and made between two steps."""
+    green_list._table.cache_clear()
+    pipelines = []
+    for key in range(6):  # more than are kept for all
+        settings = {"seeding_scheme": "selfhash", "hashing_key": key}
+        params = SamplingParams(watermarking_config=settings, temperature=0.0)
+        pipelines.append(build_pipeline(params, vocabulary(), max_tokens=100))
+        pipelines[-1].follow(np.array(PROMPT, np.int32), 1, seed=0)
+    for _ in range(2):
+        for pipeline in pipelines:
+            pipeline.process(np.zeros((1, VOCAB_SIZE), np.float32), len(PROMPT))
+    assert green_list._table.cache_info().misses == len(pipelines)
 
 
 class ToyConfig:

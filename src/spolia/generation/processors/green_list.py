@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,18 +77,22 @@ class GreenList(Filter):
         marked[favoured] += self._bias
         return candidates._replace(scores=marked)
 
+    @cached_property
+    def _table(self) -> Steps:
+        """Its own, too: with many keys at a time each would push out what another is about to look up."""
+        return _table(self._key)
+
     def _own_greens(
         self, candidates: Candidates, context: NDArray[np.int32], size: int, count: int
     ) -> NDArray[np.intp]:
         """Indices of the likeliest candidates that are green after a context which they end themselves."""
         ids, scores = candidates
-        table = _table(self._key)
         likeliest = np.argsort(-scores, kind="stable")[:_NUM_TRIED]
         found = []
         for index in likeliest:
             token_id = int(index if ids is None else ids[index])
             window = np.append(context, token_id)[-self._context_width :]
-            hashed = table[window % _TABLE_SIZE] + 1
+            hashed = self._table[window % _TABLE_SIZE] + 1
             with np.errstate(over="ignore"):
                 seed = int((np.int64(self._key) * hashed * hashed[-1]).min())
             if _is_moved_to_the_front(token_id, _swaps(size, count, seed % (2**64 - 1))):
