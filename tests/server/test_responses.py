@@ -289,6 +289,25 @@ def test_a_stream_in_the_background_goes_on_without_its_reader_and_is_read_on(he
     assert [event.sequence_number for event in rest] == list(range(1, len(rest) + 1))
 
 
+def test_a_stream_in_the_background_outlives_the_time_that_streams_wait_for_a_reader(monkeypatch):
+    forgotten, forget = [], ResumableStreams._forget
+    monkeypatch.setattr(ResumableStreams.__init__, "__defaults__", (0.05, 1024))
+    monkeypatch.setattr(ResumableStreams, "_forget", lambda self, id_: (forgotten.append(id_), forget(self, id_)))
+    pace = Pace()
+    engine = chatty_engine(observer=pace, num_blocks=256, max_context=2048)
+    with serving({"toy": engine}) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        expected = client.responses.create(**{**BACKGROUND, "background": False}).output_text
+        with pace.held():
+            stream = client.responses.create(**BACKGROUND, stream=True)
+            id_ = next(iter(stream)).response.id
+            stream.close()
+            eventually(lambda: forgotten == [id_])
+        eventually(lambda: client.responses.retrieve(id_).status == "incomplete")
+        ended = client.responses.retrieve(id_)
+        assert (ended.output_text, ended.incomplete_details.reason) == (expected, "max_output_tokens")
+    asyncio.run(engine.aclose())
+
+
 def test_what_fails_in_the_background_is_told_to_who_comes_for_it():
     engine = chatty_engine(observer=Pace(step_s=0.01), num_blocks=256, max_context=2048)
     with serving({"toy": engine}) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:

@@ -7,6 +7,7 @@ import uuid
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -97,11 +98,12 @@ class ResponsesEndpoints:
             told = str(error).replace('"truncate": "head" or "middle"', '"truncation": "auto"')
             raise InvalidRequest(told, param="input", code=error.code) from None
         reply = _Reply(turn, body)
-        abort, headers = turn.answer.abort, {"x-request-id": turn.answer.id}
+        abort, headers = reply.abort, {"x-request-id": reply.id}
         if body.stream:
             events = self._events(reply, items)
             kept = body.resumable or body.background
-            return stream(request, reply.id, events, abort=abort, headers=headers, is_resumable=kept)
+            leave = partial(self._abort_unless_running, reply) if body.background else abort
+            return stream(request, reply.id, events, abort=leave, headers=headers, is_resumable=kept)
         if body.background:
             begun = reply.now()
             reply.task = asyncio.ensure_future(self._run(reply, items))
@@ -228,6 +230,11 @@ class ResponsesEndpoints:
                 self._store(reply, items)
             reply.has_ended.set()
 
+    def _abort_unless_running(self, reply: _Reply) -> None:
+        """What has begun in the background goes on though nobody has read its stream for long."""
+        if reply.id not in self._running:
+            reply.abort()
+
     async def _run(self, reply: _Reply, items: list[dict[str, Any]]) -> None:
         """In the background: the events have no reader."""
         async for _ in self._events(reply, items):
@@ -275,10 +282,13 @@ class _Reply:
         """What there is of it so far."""
         return self._object("in_progress" if self._has_begun else "queued", output=self._done)
 
+    def abort(self) -> None:
+        self._turn.answer.abort()
+
     async def cancel(self) -> None:
         """End it where it is, and wait until it is stored."""
         self._is_cancelled = True
-        self._turn.answer.abort()
+        self.abort()
         await self.has_ended.wait()
 
     def ended(self, output: list[dict[str, Any]]) -> dict[str, Any]:
