@@ -36,6 +36,10 @@ WORD = {"force_words_ids": (((70, 71),),)}
 CASES = [
     ({"use_beam_search": True, "n": 3}, {"num_beams": 3}),
     ({"use_beam_search": True, "n": 2, "best_of": 5, "length_penalty": 0.5}, {"num_beams": 5, "length_penalty": 0.5}),
+    (
+        {"use_beam_search": True, "n": 2, "best_of": 4, "logprobs": 0, "length_penalty": 3.0},
+        {"num_beams": 4, "length_penalty": 3.0, "processing": SamplingParams(logprobs=0)},
+    ),
     ({"num_beams": 4, "early_stopping": True, "temperature": 0}, {"num_beams": 4, "early_stopping": True}),
     ({"use_beam_search": True, "early_stopping": "never"}, {"num_beams": 1, "early_stopping": "never"}),
     (
@@ -122,7 +126,6 @@ def test_chats_have_beams(url):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"num_beams": 2, "stream": True}, "stream"),
         ({"num_beams": 2, "n": 3}, "n"),
         ({"num_beams": 0}, "num_beams"),
         ({"num_beams": 99}, "num_beams"),

@@ -86,15 +86,15 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
     if kind == "n":
         body["n"] = draw(st.integers(2, 4))
     elif kind == "best_of":
-        body |= {"n": 2, "best_of": 4, "stream": False}
+        body |= {"n": 2, "best_of": 4}
     elif kind == "form":
         body |= draw(st.sampled_from(FORMS))
     elif kind == "beams":
-        body |= draw(st.sampled_from(BEAMS)) | {"stream": False}
+        body |= draw(st.sampled_from(BEAMS))
         body |= draw(st.sampled_from([{}, {}, *FORMS]))
         names = [name for name in names if name not in (*NOT_WITH_BEAMS, *(() if "do_sample" in body else DRAWING))]
     elif kind == "contrastive":
-        body |= {"penalty_alpha": draw(st.sampled_from([0.2, 0.6])), "top_k": draw(st.integers(2, 5)), "stream": False}
+        body |= {"penalty_alpha": draw(st.sampled_from([0.2, 0.6])), "top_k": draw(st.integers(2, 5))}
         body |= draw(st.sampled_from([{}, {}, *FORMS]))
         names = [name for name in names if name not in (*NOT_WITH_CONTRASTIVE, "temperature")]
     chosen = {name: draw(SETTINGS[name]) for name in names}

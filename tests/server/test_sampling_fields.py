@@ -199,12 +199,6 @@ def test_best_of_gives_the_answers_with_the_highest_logprob_a_token(toy_url, log
     assert reply["usage"]["completion_tokens"] == 30  # all that were computed
 
 
-def test_best_of_does_not_stream(toy_url):
-    reply = complete(toy_url, best_of=3, stream=True)
-    assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == "best_of"
-
-
 def test_n_choices_compute_their_prompt_once(toy_url):
     prompt = [9] * 100
     before = metric(toy_url, "spolia_prefix_cache_hits_total")

@@ -19,6 +19,7 @@ from spolia.engine.async_engine import AsyncEngine, TokenStream
 from spolia.engine.beams import BeamRun
 from spolia.engine.cache_admin import CacheAdmin, ClearReport, CompressReport, Lookup
 from spolia.engine.config import EngineConfig
+from spolia.engine.contrastive import ContrastiveRun
 from spolia.engine.core import EngineCore, Observer, StepStats
 from spolia.engine.embedding import Embedding, Pooling
 from spolia.engine.fairness import Tenant
@@ -96,6 +97,7 @@ __all__ = [
     "Cleared",
     "CompressReport",
     "ContrastiveParams",
+    "ContrastiveRun",
     "Counters",
     "Delta",
     "Durations",

@@ -214,7 +214,7 @@ class AsyncEngine:
         self._thread.submit([(request, mailbox)])
         return TokenStream(request, mailbox, self._thread.abort)
 
-    async def beam_search(
+    def beam_search(
         self,
         prompt: str | Sequence[int],
         params: BeamParams | None = None,
@@ -222,27 +222,33 @@ class AsyncEngine:
         cache_salt: str = "",
         tenant: Tenant | None = None,
         history: History | None = None,
-    ) -> BeamRun:
-        """As `LLM.beam_search`: the search, once it is over. Cancelling the call ends it.
+    ) -> AsyncIterator[BeamRun]:
+        """As `LLM.beam_search`: the search, after each of its steps; with the last of them it is over.
+
+        It is admitted at once and goes on while it is read. Cancelling who waits for a step ends it.
 
         Raises:
             InvalidRequest: the prompt and `max_tokens` do not fit the context.
-            Overloaded, Bug: as `generate`.
+            Overloaded, Bug: as `generate`, while it is read.
         """
         run = BeamRun(self._admission, prompt, params or BeamParams())
-        while not run.is_over:
-            streams = [
-                self.generate(ids, each, cache_salt=cache_salt, tenant=tenant, is_part=is_part, history=history)
-                for ids, each, is_part in run.requests()
-            ]
-            try:
-                run.take([await stream.output() for stream in streams])
-            finally:
-                for stream in streams:
-                    await stream.aclose()
-        return run
 
-    async def contrastive_search(
+        async def steps() -> AsyncIterator[BeamRun]:
+            while not run.is_over:
+                streams = [
+                    self.generate(ids, each, cache_salt=cache_salt, tenant=tenant, is_part=is_part, history=history)
+                    for ids, each, is_part in run.requests()
+                ]
+                try:
+                    run.take([await stream.output() for stream in streams])
+                finally:
+                    for stream in streams:
+                        await stream.aclose()
+                yield run
+
+        return steps()
+
+    def contrastive_search(
         self,
         prompt: str | Sequence[int],
         params: ContrastiveParams | None = None,
@@ -250,28 +256,34 @@ class AsyncEngine:
         cache_salt: str = "",
         tenant: Tenant | None = None,
         history: History | None = None,
-    ) -> RequestOutput:
-        """As `LLM.contrastive_search`. Cancelling the call ends it.
+    ) -> AsyncIterator[ContrastiveRun]:
+        """As `LLM.contrastive_search`: the search, after each token, which is its `delta`; with the last it is over.
+
+        It is admitted at once and goes on while it is read. Cancelling who waits for a token ends it.
 
         Raises:
-            InvalidRequest, ModelError: as `LLM.contrastive_search`.
-            Overloaded, Bug: as `generate`.
+            InvalidRequest, ModelError: as `LLM.contrastive_search`; the latter while it is read.
+            Overloaded, Bug: as `generate`, while it is read.
         """
         run = ContrastiveRun(
             self._admission, prompt, params or ContrastiveParams(), cache_salt=cache_salt, history=history
         )
-        while run.prompt.states is None:
-            if not await self.call(run.prompt.step):
-                await asyncio.sleep(_NO_ROOM_S)
-        await asyncio.to_thread(run.begin)  # long prompts take a while to be measured, and streams do not wait for it
-        while not run.is_over:
-            ids, one = run.request()
-            async with self.generate(ids, one, cache_salt=cache_salt, tenant=tenant, is_part=True) as stream:
-                await stream.output()
-            candidates = await asyncio.to_thread(run.candidates)
-            vectors = await self.embed(candidates, cache_salt=cache_salt, is_part=True)
-            await asyncio.to_thread(run.take, vectors)
-        return run.output()
+
+        async def tokens() -> AsyncIterator[ContrastiveRun]:
+            while run.prompt.states is None:
+                if not await self.call(run.prompt.step):
+                    await asyncio.sleep(_NO_ROOM_S)
+            await asyncio.to_thread(run.begin)  # long prompts take a while to be measured; streams do not wait for it
+            while not run.is_over:
+                ids, one = run.request()
+                async with self.generate(ids, one, cache_salt=cache_salt, tenant=tenant, is_part=True) as stream:
+                    await stream.output()
+                candidates = await asyncio.to_thread(run.candidates)
+                vectors = await self.embed(candidates, cache_salt=cache_salt, is_part=True)
+                await asyncio.to_thread(run.take, vectors)
+                yield run
+
+        return tokens()
 
     def _outbox(self) -> _Outbox:
         """The running loop's."""

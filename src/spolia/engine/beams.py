@@ -123,7 +123,8 @@ class BeamRun:
         """Go on, with the answers to the last `requests`.
 
         Raises:
-            InvalidRequest: what is forbidden leaves no beam to go on with, or a processor of the user's fails.
+            InvalidRequest: what is forbidden leaves no beam to go on with, or none that is an answer at the end; or a
+                processor of the user's fails.
         """
         self.first = self.first or outputs[0]
         running = self._search.running
@@ -151,6 +152,11 @@ class BeamRun:
                     *known[group, ids[:-1]],
                     self._search.choice(beam, num_options),
                 )
+        if self.is_over and not self._search.answers:
+            raise InvalidRequest(
+                f"no beam came to an answer in {self._request.params.max_tokens} tokens: what this request demands and "
+                "what it forbids leave none; loosen its constraints, or raise max_tokens"
+            )
 
     def _process(self, row: np.ndarray, ids: Ids) -> None:
         banned = self._final_ids[: None if len(ids) < self._request.params.min_tokens else 0]

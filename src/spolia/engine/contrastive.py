@@ -14,10 +14,18 @@ from numpy.typing import NDArray
 
 from spolia.engine.admission import Admission
 from spolia.engine.embedding import Embedding, StatesRun
-from spolia.engine.outputs import RequestOutput
+from spolia.engine.outputs import Delta, RequestOutput
 from spolia.engine.request import Sequence, shown_bytes, text_stream
 from spolia.errors import InvalidRequest
-from spolia.generation import Choice, ContrastiveParams, ContrastiveSearch, LogitsTap, SamplingParams, score_token
+from spolia.generation import (
+    Choice,
+    ContrastiveParams,
+    ContrastiveSearch,
+    LogitsTap,
+    SamplingParams,
+    TokenLogprobs,
+    score_token,
+)
 from spolia.kvcache import History
 
 __all__ = ["ContrastiveRun"]
@@ -33,6 +41,7 @@ class ContrastiveRun:
 
     Attributes:
         prompt: the states of its tokens. Nothing keeps them, so that all are computed, whatever is cached.
+        delta: what the last `take` added.
 
     Raises:
         InvalidRequest: the prompt and `max_tokens` do not fit the context, or a processor or form cannot be made.
@@ -68,6 +77,7 @@ class ContrastiveRun:
             exact_kv=admission.has_exact_kv,
             logits_processors=(self._tap,),
         )
+        self.delta = Delta("", ())
         self.prompt = StatesRun(request.prompt_token_ids, namespace=request.namespace, history=history)
 
     def begin(self) -> None:
@@ -75,6 +85,12 @@ class ContrastiveRun:
         states = self.prompt.states
         assert states is not None
         self._search = ContrastiveSearch(self._params, states)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """As admitted."""
+        ids: list[int] = self._request.prompt_token_ids.tolist()
+        return ids
 
     @property
     def is_over(self) -> bool:
@@ -117,11 +133,14 @@ class ContrastiveRun:
         """Go on by a token, with the vectors of the last `candidates`."""
         choice = self._search.choose(np.array([each.vector for each in candidates]))
         params, token_id = self._request.params, choice.options[0].token_id
+        scored: tuple[TokenLogprobs, ...] = ()
         if params.logprobs is not None:
-            self._text.logprobs.append(score_token(self._tap.log_probs, token_id, params.logprobs))
+            scored = (score_token(self._tap.log_probs, token_id, params.logprobs),)
+            self._text.logprobs += scored
         if params.explain_candidates is not None:
             self._choices.append(choice._replace(options=choice.options[: params.explain_candidates]))
-        self._text.append(token_id)
+        text = self._text.append(token_id)
+        self.delta = Delta(text, (token_id,), scored, self.output() if self.is_over else None)
 
     def output(self) -> RequestOutput:
         """The answer, once it is over."""

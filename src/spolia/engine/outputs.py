@@ -152,6 +152,11 @@ class Delta:
     output: RequestOutput | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
+    @classmethod
+    def of(cls, output: RequestOutput) -> Delta:
+        """A whole answer, all at once."""
+        return cls(output.text, output.token_ids, output.logprobs or (), output, output.prompt_logprobs)
+
     @property
     def finish_reason(self) -> FinishReason | None:
         return None if self.output is None else self.output.finish_reason

@@ -52,6 +52,7 @@ class Answer:
         submitted_s: by `time.perf_counter`.
         outputs: by choice, those that have ended.
         num_moved_lines: that the canonicaliser moved; None if it was not asked for.
+        beams: what is told of each beam among the outputs, if they are any.
         is_prompt_only: the client wants the prompt computed and no token; the one that comes is not shown.
     """
 
@@ -68,6 +69,7 @@ class Answer:
         self.submitted_s = time.perf_counter()
         self.outputs: dict[int, RequestOutput] = {}
         self.num_moved_lines: int | None = None
+        self.beams: list[dict[str, Any]] = []
         self.is_prompt_only = False
         self._served = served
         self._engine = served.engine
@@ -268,10 +270,10 @@ class Answer:
             account.settle(num_prompt + self._num_tokens.total() - self._num_admitted_tokens)
 
     async def finish(self) -> list[RequestOutput]:
-        """All outputs, by choice."""
+        """All outputs, by choice; of a search that its client has left, those that there are."""
         async for _ in self.deltas():
             pass
-        return [self.outputs[choice] for choice in range(len(self._streams))]
+        return [self.outputs[choice] for choice in sorted(self.outputs)]
 
     def usage(self) -> Usage:
         """Sums over the choices that have ended. A prompt counts once, with the cache hit of its first choice."""

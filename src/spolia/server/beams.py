@@ -1,7 +1,8 @@
-"""Beams over HTTP: which fields ask for them, what goes with them, and the answer, which comes whole."""
+"""Beams over HTTP: which fields ask for them, what goes with them, and the answers, each of which comes whole."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import fields
 from typing import Any
 
@@ -10,6 +11,7 @@ from spolia.engine import (
     BeamOutput,
     BeamParams,
     BeamRun,
+    Delta,
     History,
     RequestOutput,
     SamplingParams,
@@ -49,9 +51,15 @@ async def beam_search(
         return None
     await prepare_form(body, engine, params.scoring)
 
-    async def run(prompt: list[int], cache_salt: str, tenant: Tenant | None, history: History | None) -> list[Found]:
-        done = await engine.beam_search(prompt, params, cache_salt=cache_salt, tenant=tenant, history=history)
-        return [Found(_output(done, beam), told(beam)) for beam in done.beams()]
+    def run(
+        prompt: list[int], cache_salt: str, tenant: Tenant | None, history: History | None
+    ) -> AsyncIterator[list[Found]]:
+        steps = engine.beam_search(prompt, params, cache_salt=cache_salt, tenant=tenant, history=history)
+        return (
+            [Found(done.prompt_token_ids, Delta.of(_output(done, beam)), told(beam)) for beam in done.beams()]
+            async for done in steps
+            if done.is_over
+        )
 
     def told(beam: BeamOutput) -> dict[str, Any]:
         group = {} if params.num_beam_groups == 1 else {"group": beam.group}

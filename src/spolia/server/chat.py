@@ -25,7 +25,7 @@ from spolia.server.contrastive import contrastive_search
 from spolia.server.conversations import history
 from spolia.server.encoding import encode, params_of_choices
 from spolia.server.prompting import encode_chat, prompt_options, render_chat
-from spolia.server.rendering import Extras, prompt_logprobs, rendered_prompt, respond
+from spolia.server.rendering import Extras, prompt_ids, prompt_logprobs, rendered_prompt, respond
 from spolia.server.replies import (
     ChatChoice,
     ChatChunk,
@@ -103,14 +103,13 @@ class ChatEndpoint:
         if search is not None:
             return await respond_with_search(
                 request,
+                body,
                 "chatcmpl",
                 served,
                 [ids],
                 search,
                 lambda answer: _ChatRendering(body, answer, model.tokenizer, None, thoughts),
-                cache_salt=body.cache_salt or "",
                 max_waiting=self._config.max_waiting,
-                explains=bool(body.explain),
                 messages=messages,
             )
         params = await params_of_choices(body, served.engine, None if tool_use is not None else splitter)
@@ -233,7 +232,7 @@ class _ChatRendering:
             if self._echo:
                 part.delta.content = self._echo + (part.delta.content or "")
             if self._with_ids:
-                part.prompt_token_ids = self._answer.prompt_token_ids(choice)
+                part.prompt_token_ids = prompt_ids(self._answer, choice, delta)
         if delta.logprobs:
             part.logprobs = self._logprobs(delta.logprobs)
         if self._with_ids:

@@ -20,7 +20,7 @@ from spolia.server.config import ServerConfig
 from spolia.server.contrastive import contrastive_search
 from spolia.server.encoding import encode, params_of_choices
 from spolia.server.fill_in import infill_ids
-from spolia.server.rendering import Extras, prompt_logprobs, rendered_prompt, respond
+from spolia.server.rendering import Extras, prompt_ids, prompt_logprobs, rendered_prompt, respond
 from spolia.server.replies import CompletionChoice, CompletionLogprobs, CompletionReply
 from spolia.server.schema import CompletionRequest, prompts
 from spolia.server.search import respond_with_search
@@ -60,14 +60,13 @@ class CompletionEndpoint:
         if search is not None:
             return await respond_with_search(
                 request,
+                body,
                 "cmpl",
                 served,
                 ids,
                 search,
                 lambda answer: _CompletionRendering(body, answer, tokenizer, echoes),
-                cache_salt=body.cache_salt or "",
                 max_waiting=self._config.max_waiting,
-                explains=bool(body.explain),
             )
         answer = Answer.submit(
             "cmpl",
@@ -148,10 +147,10 @@ class _CompletionRendering:
             self._offsets[choice] = 0
             part.text = self._echoes[choice] + delta.text
             if self._with_ids:
-                part.prompt_token_ids = self._answer.prompt_token_ids(choice)
+                part.prompt_token_ids = prompt_ids(self._answer, choice, delta)
             if delta.prompt_logprobs is not None and self._with_prompt_logprobs:
                 part.prompt_logprobs = prompt_logprobs(delta.prompt_logprobs, self._tokenizer)
-            first_id = self._answer.prompt_token_ids(choice)[0]
+            first_id = prompt_ids(self._answer, choice, delta)[0]
             part.logprobs = self._echoed_logprobs(choice, first_id, delta.prompt_logprobs)
         if delta.logprobs:
             more = self._logprobs(choice, delta.logprobs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 from spolia.engine import AsyncEngine, ContrastiveParams, History, Tenant
 from spolia.errors import InvalidRequest
 from spolia.generation import ReasoningSplitter
@@ -46,8 +48,10 @@ async def contrastive_search(
     )
     await prepare_form(body, engine, asked)
 
-    async def run(prompt: list[int], cache_salt: str, tenant: Tenant | None, history: History | None) -> list[Found]:
-        found = await engine.contrastive_search(prompt, params, cache_salt=cache_salt, tenant=tenant, history=history)
-        return [Found(found)]
+    def run(
+        prompt: list[int], cache_salt: str, tenant: Tenant | None, history: History | None
+    ) -> AsyncIterator[list[Found]]:
+        tokens = engine.contrastive_search(prompt, params, cache_salt=cache_salt, tenant=tenant, history=history)
+        return ([Found(each.prompt_token_ids, each.delta)] async for each in tokens)
 
     return Search(_NAME, 1, 1, run)

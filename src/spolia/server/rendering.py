@@ -21,10 +21,12 @@ from spolia.server.replies import ChatChunk, CompletionReply, Progress, PromptLo
 from spolia.server.resuming import stream
 from spolia.server.schema import SamplingRequest
 from spolia.server.served import ServedModel
-from spolia.server.sse import DONE, watch_for_disconnect
+from spolia.server.sse import DONE, watch_for_disconnect, with_signs_of_life
 from spolia.server.timings import Stopwatch, timings_of, with_progress
 
-__all__ = ["Extras", "Rendering", "prompt_logprobs", "rendered_prompt", "respond"]
+__all__ = ["Extras", "Rendering", "prompt_ids", "prompt_logprobs", "rendered_prompt", "respond"]
+
+_SIGN_OF_LIFE = b": searching\n\n"
 
 
 class Extras(msgspec.Struct, frozen=True):
@@ -52,6 +54,11 @@ class Rendering(Protocol):
 
     def closing(self, extras: Extras) -> msgspec.Struct:
         """The last chunk, which has no choice."""
+
+
+def prompt_ids(answer: Answer, choice: int, delta: Delta) -> list[int]:
+    """Those of the choice that `delta` is of: which of several answers was the best is known by it alone."""
+    return answer.prompt_token_ids(choice) if delta.output is None else list(delta.output.prompt_token_ids)
 
 
 def prompt_logprobs(
@@ -89,9 +96,13 @@ async def respond(request: Request, body: SamplingRequest, answer: Answer, rende
     headers = {"x-request-id": answer.id}
     if body.stream:
         events = _events(body, answer, rendering)
+        if body.comes_at_the_end:
+            events = with_signs_of_life(events, _SIGN_OF_LIFE)
         return stream(request, answer.id, events, abort=answer.abort, headers=headers, is_resumable=body.resumable)
     with watch_for_disconnect(request.receive, answer.abort):
         outputs = _best(await answer.finish(), body)
+    if not outputs:
+        return Response(status_code=499)  # to nobody
     extras = _extras(body, answer, usage=True)
     whole = rendering.whole(outputs, extras)
     return Response(msgspec.json.encode(whole), headers=headers, media_type="application/json")
@@ -99,9 +110,9 @@ async def respond(request: Request, body: SamplingRequest, answer: Answer, rende
 
 def _best(outputs: list[RequestOutput], body: SamplingRequest) -> list[RequestOutput]:
     """Of each prompt's `best_of` answers the `n` with the highest log-probability a token, best first."""
-    of, kept = body.num_candidates, body.num_choices
-    if of == kept:
+    if not body.takes_best:
         return outputs
+    of, kept = body.num_candidates, body.num_choices
     asked = getattr(body, "logprobs", None)  # a number for completions, 0 included; a flag for chats
     wanted = asked is not None and asked is not False
     best: list[RequestOutput] = []
@@ -109,6 +120,20 @@ def _best(outputs: list[RequestOutput], body: SamplingRequest) -> list[RequestOu
         ranked = sorted(outputs[first : first + of], key=_mean_logprob, reverse=True)[:kept]
         best += ranked if wanted else [replace(output, logprobs=None) for output in ranked]
     return best
+
+
+async def _best_of(
+    items: AsyncIterator[tuple[int, Delta | Progress]], answer: Answer, body: SamplingRequest
+) -> AsyncIterator[tuple[int, Delta | Progress]]:
+    """The best answers, all at once, when all have ended; before, how far the prompts of as many are."""
+    of, kept = body.num_candidates, body.num_choices
+    async for candidate, item in items:
+        prompt, rank = divmod(candidate, of)
+        if isinstance(item, Progress) and rank < kept:
+            yield prompt * kept + rank, item
+    outputs = [answer.outputs[candidate] for candidate in sorted(answer.outputs)]
+    for choice, output in enumerate(_best(outputs, body)):
+        yield choice, Delta.of(output)
 
 
 def _mean_logprob(output: RequestOutput) -> float:
@@ -121,8 +146,12 @@ async def _events(body: SamplingRequest, answer: Answer, rendering: Rendering) -
     with_ids = bool(body.return_token_ids)
     with_usage = body.stream_options is not None and body.stream_options.continuous_usage_stats
     watches: dict[int, Stopwatch] = {}
+    items: AsyncIterator[tuple[int, Delta | Progress]]
+    items = with_progress(answer, answer.engine) if body.return_progress else answer.deltas()
+    if body.takes_best:
+        items = _best_of(items, answer, body)
     try:
-        async for choice, item in with_progress(answer, answer.engine) if body.return_progress else answer.deltas():
+        async for choice, item in items:
             if isinstance(item, Progress):
                 blank = rendering.blank(choice)
                 blank.prompt_progress = item
@@ -151,8 +180,9 @@ async def _events(body: SamplingRequest, answer: Answer, rendering: Rendering) -
 
 
 def _extras(body: SamplingRequest, answer: Answer, *, usage: bool) -> Extras:
+    told = {**({"beams": answer.beams} if answer.beams else {}), **(answer.explanation() if body.explain else {})}
     return Extras(
         usage=answer.usage() if usage else UNSET,
-        spolia=answer.explanation() if body.explain else UNSET,
+        spolia=told or UNSET,
         timings=timings_of(answer.outputs[0]) if body.timings_per_token and not body.stream else UNSET,
     )

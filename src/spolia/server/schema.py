@@ -130,6 +130,16 @@ class SamplingRequest(SamplingFields, kw_only=True):
         return bool(self.use_beam_search) or (self.num_beams is not None and self.num_beams != 1)
 
     @property
+    def takes_best(self) -> bool:
+        """Whether the best of several answers are given; of beams, their search takes the best."""
+        return self.num_candidates > self.num_choices and not self.wants_beams
+
+    @property
+    def comes_at_the_end(self) -> bool:
+        """Whether which is the answer is known when all have ended, so that a stream has nothing to say before."""
+        return self.wants_beams or self.takes_best
+
+    @property
     def num_candidates(self) -> int:
         """Answers to compute for each prompt, of which the best `num_choices` are given."""
         return self.num_choices if self.best_of is None else self.best_of
@@ -198,8 +208,6 @@ class SamplingRequest(SamplingFields, kw_only=True):
             raise InvalidRequest(
                 f"best_of is {self.best_of}; allowed are n ({self.num_choices}) to 64", param="best_of"
             )
-        if self.stream and self.num_candidates > self.num_choices and not self.wants_beams:
-            raise InvalidRequest("best_of does not stream: the best is known at the end", param="best_of")
         if self.session is not None and self.context_shift is not None:
             raise InvalidRequest(
                 "context_shift does not go with session, which keeps every token", param="context_shift"

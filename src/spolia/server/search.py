@@ -1,34 +1,38 @@
-"""Searches over HTTP, whose answers come whole: which beam is best is known at the end."""
+"""Searches over HTTP: answers come as they are found, token by token, or whole where the best is known at the end."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import msgspec
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spolia.engine import History, RequestOutput, Tenant, Timings
+from spolia.engine import Delta, History, Tenant, Timings
 from spolia.errors import InvalidRequest, Overloaded
-from spolia.server.access import current_caller
 from spolia.server.answer import Answer
-from spolia.server.rendering import Extras, Rendering
+from spolia.server.rendering import Rendering, respond
+from spolia.server.replies import Usage
 from spolia.server.schema import ChatRequest, CompletionRequest
 from spolia.server.served import ServedModel
-from spolia.server.sse import watch_for_disconnect
 
 __all__ = ["Found", "Search", "refuse_company", "respond_with_search"]
 
 
 class Found(NamedTuple):
-    """An answer; its id and timings are whatever, and `beam` is what to tell of it as a beam, None where it is none."""
+    """What was added to an answer. Of several, each ends before the next begins.
 
-    output: RequestOutput
+    Attributes:
+        prompt_token_ids: as admitted.
+        delta: its output's id and timings are whatever.
+        beam: with the output, what to tell of it as a beam; None where it is none.
+    """
+
+    prompt_token_ids: list[int]
+    delta: Delta
     beam: Mapping[str, Any] | None = None
 
 
@@ -40,13 +44,13 @@ class Search:
         name: for people.
         num_rows: requests that a prompt has in the queue at a time.
         num_choices: answers of a prompt.
-        run: finds them, given the prompt, a cache salt, the tenant, and what is known of the prompt.
+        run: admits a prompt, given it, a cache salt, the tenant, and what is known of it; yields what it finds.
     """
 
     name: str
     num_rows: int
     num_choices: int
-    run: Callable[[list[int], str, Tenant | None, History | None], Awaitable[list[Found]]]
+    run: Callable[[list[int], str, Tenant | None, History | None], AsyncIterator[list[Found]]]
 
 
 def refuse_company(body: ChatRequest | CompletionRequest, search: str, *names: str) -> None:
@@ -55,8 +59,6 @@ def refuse_company(body: ChatRequest | CompletionRequest, search: str, *names: s
     Raises:
         InvalidRequest: naming the field.
     """
-    if body.stream:
-        raise InvalidRequest(f"{search} does not stream: its answer comes whole; leave stream out", param="stream")
     if getattr(body, "echo", None) and getattr(body, "logprobs", None) is not None:
         raise InvalidRequest(f"echo with logprobs scores the prompt; {search} does not: leave one out", param="echo")
     for name in ("session", "tools", *names):
@@ -66,21 +68,19 @@ def refuse_company(body: ChatRequest | CompletionRequest, search: str, *names: s
 
 async def respond_with_search(
     request: Request,
+    body: ChatRequest | CompletionRequest,
     kind: str,
     served: ServedModel,
     prompts: Sequence[list[int]],
     search: Search,
     rendering: Callable[[Answer], Rendering],
     *,
-    cache_salt: str,
     max_waiting: int,
-    explains: bool,
     messages: Sequence[Mapping[str, Any]] | None = None,
 ) -> Response:
-    """Search from each prompt. The client's going away ends it.
+    """Search from each prompt, one after the other. The client's going away ends it.
 
     Args:
-        explains: tell how each answer came about.
         messages: the history that the prompt was rendered from, if it was.
 
     Raises:
@@ -92,46 +92,92 @@ async def respond_with_search(
             f"{served.num_waiting} requests are waiting, of at most {max_waiting}, and {search.name} asks for "
             f"{search.num_rows} at a time for each of {len(prompts)} prompts; try again later, or with fewer"
         )
-    caller = current_caller()
-    answer = Answer(kind, served, search.num_choices, messages)
-    salt = caller.cache_salt(cache_salt)
-    known = answer.history(served.engine.search_namespace(salt))
-    if caller.account is not None:
-        caller.account.admit(sum(map(len, prompts)))
+    answer = _SearchAnswer(kind, served, search, prompts, body.cache_salt or "", messages)
+    return await respond(request, body, answer, rendering(answer))
 
-    async def run() -> list[Found]:
-        return [found for prompt in prompts for found in await search.run(prompt, salt, caller.share, known)]
 
-    started_s = time.perf_counter()
-    task = asyncio.ensure_future(asyncio.wait_for(run(), served.request_timeout_s))
-    num_tokens = 0
+class _SearchAnswer(Answer):
+    """An answer whose deltas a search finds, by way of requests of its own."""
 
-    def cancel() -> None:
-        task.cancel()
-
-    try:
-        with watch_for_disconnect(request.receive, cancel):
-            answers = await task
-        timings = Timings(None, None, time.perf_counter() - started_s)
-        for choice, found in enumerate(answers):
-            answer.take(choice, replace(found.output, request_id=f"{answer.id}-{choice}", timings=timings))
-            num_tokens += len(found.output.token_ids)
-        answer.remember(*answer.outputs)
-    except TimeoutError:
-        raise Overloaded(
-            f"{search.name} took longer than {served.request_timeout_s} s; ask for fewer beams, candidates or tokens"
-        ) from None
-    except asyncio.CancelledError:
-        if not task.cancelled():
-            raise
-        return Response(status_code=499)  # to nobody
-    finally:
-        task.cancel()
+    def __init__(
+        self,
+        kind: str,
+        served: ServedModel,
+        search: Search,
+        prompts: Sequence[list[int]],
+        cache_salt: str,
+        messages: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        super().__init__(kind, served, search.num_choices, messages)
+        caller = self._caller
+        salt = caller.cache_salt(cache_salt)
+        known = self.history(served.engine.search_namespace(salt))
+        self._name = search.name
+        self._searches = [search.run(prompt, salt, caller.share, known) for prompt in prompts]
+        self._prompt_ids: dict[int, list[int]] = {}  # by choice that has begun
+        self._first_s: dict[int, float] = {}  # until the first delta of those that come in several
+        self._step: asyncio.Task[list[Found] | None] | None = None
         if caller.account is not None:
-            caller.account.settle(num_tokens)
-    outputs = [answer.outputs[choice] for choice in range(len(answers))]
-    beams = [{"index": index, **found.beam} for index, found in enumerate(answers) if found.beam is not None]
-    told = {**({"beams": beams} if beams else {}), **(answer.explanation() if explains else {})}
-    extras = Extras(usage=answer.usage(), spolia=told or UNSET)
-    whole = rendering(answer).whole(outputs, extras)
-    return Response(msgspec.json.encode(whole), headers={"x-request-id": answer.id}, media_type="application/json")
+            caller.account.admit(sum(map(len, prompts)))
+
+    def prompt_token_ids(self, choice: int) -> list[int]:
+        return self._prompt_ids[choice]
+
+    def usage_so_far(self) -> Usage:
+        firsts = (ids for choice, ids in self._prompt_ids.items() if choice % self._num_choices == 0)
+        num_prompt, num_completion = sum(map(len, firsts)), self._num_tokens.total()
+        return Usage(num_prompt, num_completion, num_prompt + num_completion)
+
+    def abort(self) -> None:
+        super().abort()
+        if self._step is not None:
+            self._step.cancel()
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """As of any answer.
+
+        Raises:
+            Overloaded: its time is up.
+            SpoliaError: the search or the engine failed.
+        """
+        self._is_read = True
+        try:
+            for search in self._searches:
+                while (several := await self._next(search)) is not None:
+                    deltas = [self._take_found(len(self.outputs), found) for found in several]
+                    # Before the client hears of the end, and goes on from it.
+                    self.remember(*(choice for choice, delta in deltas if delta.output is not None))
+                    for choice, delta in deltas:
+                        yield choice, delta
+        finally:
+            self.abort()
+            self._settle()
+
+    async def _next(self, search: AsyncIterator[list[Found]]) -> list[Found] | None:
+        """What the search finds next; None: nothing more, or the client has gone."""
+        if self._is_left:
+            return None
+        limit_s = self._served.request_timeout_s
+        self._step = step = asyncio.ensure_future(_anext(search))
+        await asyncio.wait([step], timeout=max(0.0, self.submitted_s + limit_s - time.perf_counter()))
+        if not step.done():
+            raise Overloaded(f"{self._name} took longer than {limit_s} s; ask for fewer beams, candidates or tokens")
+        return None if step.cancelled() else step.result()
+
+    def _take_found(self, choice: int, found: Found) -> tuple[int, Delta]:
+        delta, passed_s = found.delta, time.perf_counter() - self.submitted_s
+        self._prompt_ids[choice] = found.prompt_token_ids
+        self._num_tokens[choice] += len(delta.token_ids)
+        if delta.output is None:
+            self._first_s.setdefault(choice, passed_s)
+            return choice, delta
+        timings = Timings(None, self._first_s.get(choice), passed_s)
+        output = replace(delta.output, request_id=f"{self.id}-{choice}", timings=timings)
+        self.take(choice, output)
+        if found.beam is not None:
+            self.beams.append({"index": choice, **found.beam})
+        return choice, replace(delta, output=output)
+
+
+async def _anext(search: AsyncIterator[list[Found]]) -> list[Found] | None:
+    return await anext(search, None)
