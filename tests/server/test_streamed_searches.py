@@ -239,10 +239,11 @@ def test_while_nothing_is_known_a_stream_shows_signs_of_life(monkeypatch, fields
     asyncio.run(engine.aclose())
 
 
-def test_the_best_of_several_tells_how_far_its_prompts_are():
+@pytest.mark.parametrize("fields", [BEST_OF, BEAMS], ids=str)
+def test_while_nothing_is_known_a_stream_tells_how_far_its_prompts_are(fields):
     engine = chatty_engine(num_blocks=256, max_batch_tokens=8, observer=Pace(step_s=0.15))
     with serving({"toy": engine}) as url:
-        chunks = events(url, {"prompt": ["a" * 40, "b" * 40], "max_tokens": 1, "return_progress": True, **BEST_OF})
+        chunks = events(url, {"prompt": ["a" * 40, "b" * 40], "max_tokens": 1, "return_progress": True, **fields})
     asyncio.run(engine.aclose())
     told = [(chunk["choices"][0]["index"], chunk["prompt_progress"]) for chunk in chunks if "prompt_progress" in chunk]
     assert {choice for choice, _ in told} <= {0, 1, 2, 3}
@@ -253,7 +254,8 @@ def test_the_best_of_several_tells_how_far_its_prompts_are():
 @pytest.mark.parametrize(
     ("name", "fields"), [("contrastive_search", CONTRASTIVE), ("beam_search", BEAMS)], ids=["contrastive", "beams"]
 )
-def test_a_client_that_leaves_a_stream_ends_its_search(name, fields):
+@pytest.mark.parametrize("with_progress", [False, True])
+def test_a_client_that_leaves_a_stream_ends_its_search(name, fields, with_progress, caplog):
     pace = Pace(step_s=0.005)
     engine = chatty_engine(observer=pace, num_blocks=256)
     search, has_ended_early = getattr(engine, name), threading.Event()
@@ -270,13 +272,14 @@ def test_a_client_that_leaves_a_stream_ends_its_search(name, fields):
         return watch(search(*args, **settings))
 
     setattr(engine, name, watched)
-    body = {"prompt": PROMPT, "max_tokens": 100, "stream": True, **fields}
+    body = {"prompt": PROMPT, "max_tokens": 100, "stream": True, "return_progress": with_progress, **fields}
     with serving({"toy": engine}) as url:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as stream:
             if name == "contrastive_search":
                 assert json.loads(next(stream.iter_lines()).removeprefix("data: "))["choices"]
         assert has_ended_early.wait(timeout=60)
     asyncio.run(engine.aclose())
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_client_that_leaves_ends_all_of_several_answers():

@@ -219,6 +219,7 @@ class AsyncEngine:
         prompt: str | Sequence[int],
         params: BeamParams | None = None,
         *,
+        request_id: str | None = None,
         cache_salt: str = "",
         tenant: Tenant | None = None,
         history: History | None = None,
@@ -226,6 +227,9 @@ class AsyncEngine:
         """As `LLM.beam_search`: the search, after each of its steps; with the last of them it is over.
 
         It is admitted at once and goes on while it is read. Cancelling who waits for a step ends it.
+
+        Args:
+            request_id: of the first of its requests, which computes the prompt.
 
         Raises:
             InvalidRequest: the prompt and `max_tokens` do not fit the context.
@@ -236,7 +240,15 @@ class AsyncEngine:
         async def steps() -> AsyncIterator[BeamRun]:
             while not run.is_over:
                 streams = [
-                    self.generate(ids, each, cache_salt=cache_salt, tenant=tenant, is_part=is_part, history=history)
+                    self.generate(
+                        ids,
+                        each,
+                        request_id=None if is_part else request_id,
+                        cache_salt=cache_salt,
+                        tenant=tenant,
+                        is_part=is_part,
+                        history=history,
+                    )
                     for ids, each, is_part in run.requests()
                 ]
                 try:

@@ -52,9 +52,11 @@ async def beam_search(
     await prepare_form(body, engine, params.scoring)
 
     def run(
-        prompt: list[int], cache_salt: str, tenant: Tenant | None, history: History | None
+        prompt: list[int], request_id: str, cache_salt: str, tenant: Tenant | None, history: History | None
     ) -> AsyncIterator[list[Found]]:
-        steps = engine.beam_search(prompt, params, cache_salt=cache_salt, tenant=tenant, history=history)
+        steps = engine.beam_search(
+            prompt, params, request_id=request_id, cache_salt=cache_salt, tenant=tenant, history=history
+        )
         return (
             [Found(done.prompt_token_ids, Delta.of(_output(done, beam)), told(beam)) for beam in done.beams()]
             async for done in steps

@@ -49,7 +49,7 @@ async def contrastive_search(
     await prepare_form(body, engine, asked)
 
     def run(
-        prompt: list[int], cache_salt: str, tenant: Tenant | None, history: History | None
+        prompt: list[int], _: str, cache_salt: str, tenant: Tenant | None, history: History | None
     ) -> AsyncIterator[list[Found]]:
         tokens = engine.contrastive_search(prompt, params, cache_salt=cache_salt, tenant=tenant, history=history)
         return ([Found(each.prompt_token_ids, each.delta)] async for each in tokens)

@@ -44,13 +44,14 @@ class Search:
         name: for people.
         num_rows: requests that a prompt has in the queue at a time.
         num_choices: answers of a prompt.
-        run: admits a prompt, given it, a cache salt, the tenant, and what is known of it; yields what it finds.
+        run: admits a prompt, given it, the id of a request that computes it, a cache salt, the tenant, and what is
+            known of it; yields what it finds.
     """
 
     name: str
     num_rows: int
     num_choices: int
-    run: Callable[[list[int], str, Tenant | None, History | None], AsyncIterator[list[Found]]]
+    run: Callable[[list[int], str, str, Tenant | None, History | None], AsyncIterator[list[Found]]]
 
 
 def refuse_company(body: ChatRequest | CompletionRequest, search: str, *names: str) -> None:
@@ -113,7 +114,10 @@ class _SearchAnswer(Answer):
         salt = caller.cache_salt(cache_salt)
         known = self.history(served.engine.search_namespace(salt))
         self._name = search.name
-        self._searches = [search.run(prompt, salt, caller.share, known) for prompt in prompts]
+        self._searches = [
+            search.run(prompt, f"{self.id}-{number * search.num_choices}", salt, caller.share, known)
+            for number, prompt in enumerate(prompts)
+        ]
         self._prompt_ids: dict[int, list[int]] = {}  # by choice that has begun
         self._first_s: dict[int, float] = {}  # until the first delta of those that come in several
         self._step: asyncio.Task[list[Found] | None] | None = None

@@ -84,14 +84,14 @@ async def with_progress(answer: Answer, engine: AsyncEngine) -> AsyncIterator[tu
     """
     begun_s = time.perf_counter()
     deltas = answer.deltas()
-    first = asyncio.ensure_future(anext(deltas))
+    first = asyncio.ensure_future(_first(deltas))
     cached: dict[int, int] = {}
     told: dict[int, int] = {}
 
-    def note(choice: int, num_done: int) -> Progress:
+    def note(choice: int, num_done: int, num_tokens: int) -> Progress:
         told[choice] = num_done
         time_ms = round(1e3 * (time.perf_counter() - begun_s))
-        return Progress(len(answer.prompt_token_ids(choice)), cached[choice], num_done, time_ms)
+        return Progress(num_tokens, cached[choice], num_done, time_ms)
 
     try:
         while not first.done():
@@ -102,13 +102,19 @@ async def with_progress(answer: Answer, engine: AsyncEngine) -> AsyncIterator[tu
                     choice, done = int(number), min(lane.num_computed_tokens, lane.num_prompt_tokens)
                     cached[choice] = lane.num_cached_tokens
                     if done > told.get(choice, -1) and not first.done():
-                        yield choice, note(choice, done)
-        choice_of_first, delta = await first
+                        yield choice, note(choice, done, lane.num_prompt_tokens)
+        if (begun := await first) is None:  # a search that its client has left
+            return
+        choice_of_first, delta = begun
         num_tokens = len(answer.prompt_token_ids(choice_of_first))
         if choice_of_first in cached and told.get(choice_of_first, -1) < num_tokens:
-            yield choice_of_first, note(choice_of_first, num_tokens)
+            yield choice_of_first, note(choice_of_first, num_tokens, num_tokens)
         yield choice_of_first, delta
     finally:
         first.cancel()
     async for item in deltas:
         yield item
+
+
+async def _first(deltas: AsyncIterator[tuple[int, Delta]]) -> tuple[int, Delta] | None:
+    return await anext(deltas, None)
