@@ -206,6 +206,25 @@ def test_deep_nesting_in_an_ignored_field_is_400_and_harmless(toy_url):
     assert post(toy_url, CHAT, {"model": "toy", "messages": HELLO, "max_tokens": 1}).status_code == 200
 
 
+def test_parameters_of_a_tool_that_nest_too_deeply_are_400(toy_url):
+    schema: dict[str, object] = {}
+    for _ in range(300):
+        schema = {"type": "object", "properties": {"deeper": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    response = post(toy_url, CHAT, {"model": "toy", "messages": HELLO, "max_tokens": 1, "tools": [tool]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
+def test_a_refusal_does_not_send_back_all_that_was_sent(toy_url):
+    body = {"model": "toy", "messages": [{"role": "user", "content": {"x": "y" * 1_000_000}}]}
+    response = httpx.post(f"{toy_url}/v1/chat/completions", json=body, timeout=30)
+    assert response.status_code == 400
+    assert len(response.content) < 10_000
+    message = response.json()["error"]["message"]
+    assert message.startswith("messages[0].content is {'x': 'yyy")
+    assert message.endswith("it must be a string or a list of text parts")
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_an_unknown_model_is_404(toy_url, path):
     response = post(toy_url, path, {"model": "gpt-5", "prompt": "x", "messages": HELLO})

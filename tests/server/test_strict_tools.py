@@ -410,6 +410,40 @@ def test_what_objects_with_bare_keys_cannot_be_held_to_is_refused_for_strict_too
         call_grammar(format_, [{"type": "function", "function": {**function, "strict": True}}], tokenizer)
 
 
+DEEP: dict[str, Any] = {}
+for _ in range(250):
+    DEEP = {"type": "object", "properties": {"deeper": DEEP}}
+
+
+@pytest.mark.parametrize("family", ["gemma4", "qwen3_coder"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": 5},
+        {"type": "string", "pattern": [None]},
+        {"enum": 3},
+        {"anyOf": -1},
+        {"type": "array", "minItems": {}},
+        {"type": "array", "maxItems": "many"},
+        DEEP,
+    ],
+    ids=lambda schema: "deep" if schema is DEEP else str(schema),
+)
+def test_what_is_no_schema_is_refused_for_strict_tools_and_leaves_others_free(family, schema):
+    format_ = FORMATS[family]
+    tokenizer: Any = Walk(format_).tokenizer
+    parameters = {"type": "object", "properties": {"x": schema}}
+    free, strict = (
+        {"type": "function", "function": {"name": "odd", "parameters": parameters, "strict": is_strict}}
+        for is_strict in (False, True)
+    )
+    one_call_grammar(format_, [free], tokenizer)
+    if family == "gemma4" or schema.get("type") == "string":  # else it is a part in JSON, which the compiler sees to
+        with pytest.raises(InvalidRequest) as caught:
+            one_call_grammar(format_, [strict], tokenizer)
+        assert caught.value.param == "structured_outputs"
+
+
 ROME = '{"city": "Rome", "days": 2}'
 WRONG = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 SCRIPT = {

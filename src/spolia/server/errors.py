@@ -143,6 +143,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
 )
 
 _RETRY_AFTER_S = 1
+_MAX_MESSAGE = 8_000  # characters
 
 
 def _kind(error: Exception) -> tuple[int, str, str | None]:
@@ -177,6 +178,8 @@ def _told(error: Exception) -> ErrorBody:
     """In OpenAI's words. An error that is not ours says nothing of the inside; its traceback is in the log."""
     _, type_, code = _kind(error)
     message = str(error) if isinstance(error, SpoliaError) else "internal error; the server's log has the details"
+    if len(message) > _MAX_MESSAGE:  # what was sent may be of any size; what to do stands at the end
+        message = f"{message[: _MAX_MESSAGE // 2]} ... {message[-_MAX_MESSAGE // 2 :]}"
     own_code = getattr(error, "code", None) if isinstance(error, InvalidRequest) else None
     param = error.param if isinstance(error, InvalidRequest) else None
     if isinstance(error, UnknownModel):

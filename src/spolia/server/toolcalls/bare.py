@@ -93,6 +93,8 @@ class BareScanner:
 
 
 def _is_whole(text: str) -> bool:
+    if not text.endswith('"'):  # it is asked at each character
+        return False
     try:
         json.loads(text)
     except ValueError:

@@ -51,9 +51,17 @@ def call_rules(format_: Format, tools: Sequence[Mapping[str, Any]], marks: Marks
 
 def _unquoted_rules(index: int, schema: Any, shape: Shape, marks: Marks) -> list[str]:
     """`arguments_{index}`, in a shape that is not JSON."""
-    if shape.parameters is not None:
-        return _parameter_rules(index, schema, shape.parameters, marks)
-    return bare_rules(f"arguments_{index}", schema, shape.quote or "", marks)
+    try:
+        if shape.parameters is not None:
+            return _parameter_rules(index, schema, shape.parameters, marks)
+        return bare_rules(f"arguments_{index}", schema, shape.quote or "", marks)
+    except InvalidRequest:
+        raise
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"structured_outputs: the parameters of a tool are no JSON schema, or nest too deeply: {error}",
+            param="structured_outputs",
+        ) from None
 
 
 def _parameter_rules(index: int, schema: Any, parameters: Parameters, marks: Marks) -> list[str]:

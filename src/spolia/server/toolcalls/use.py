@@ -150,6 +150,10 @@ class ToolUse:
             if error.param != "structured_outputs":
                 raise
             raise InvalidRequest(str(error).replace("structured_outputs", "tools", 1), param="tools") from None
+        except RecursionError:
+            raise InvalidRequest(
+                "tools: the parameters of one nest too deeply; make them flatter", param="tools"
+            ) from None
         return params
 
 
