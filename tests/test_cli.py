@@ -502,7 +502,7 @@ def test_the_first_strict_request_of_a_served_model_does_not_make_the_vocabulary
             tool = {"function": {"name": "it", "strict": True, "parameters": {"type": "object"}}}
             use = ToolUse.of([tool], "auto", None)
             assert use is not None
-            params = await use.prepare(SamplingParams(), engine)
+            params = await use.prepare(SamplingParams(), engine, engine.model)
             assert params.structured_outputs is not None
 
     asyncio.run(main())

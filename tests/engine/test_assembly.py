@@ -44,7 +44,7 @@ def test_a_small_pool_makes_the_context_as_long_as_fits(model):
     limit = engine.config.max_context
     assert 0 < limit < model.context_length
     assert engine.admission.admit([1] * (limit - 1)).max_tokens == 1
-    with pytest.raises(InvalidRequest, match=rf"holds {limit}\..* raise .*kv_memory"):
+    with pytest.raises(InvalidRequest, match=rf"holds {limit}\..* memory for KV bounds it.*kv_memory"):
         engine.admission.admit([1] * limit)
 
 

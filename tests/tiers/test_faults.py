@@ -205,7 +205,8 @@ def test_requests_are_answered_right_before_during_and_after(place, fault, tmp_p
             until(lambda: is_told(place, fault, before, tier.stats), meanwhile)
             state = tier.stats.state
             assert f'spolia_tier_state{{model="toy",state="{state}",tier="{place}"}} 1.0' in scraped(engine)
-            assert logged(fault, state, tier.stats) in caplog.text
+            # The log is written after the state is seen.
+            until(lambda: logged(fault, state, tier.stats) in caplog.text, meanwhile)
             engine.core.cache.clear()
             all_right(engine, [others[1], whole], meanwhile)
 
