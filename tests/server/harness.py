@@ -47,7 +47,12 @@ class PlainTemplate:
     source = tool_source = "<tool_call>"
 
     def render(
-        self, messages: list[dict[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True, **_variables: Any
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: Any = None,
+        add_generation_prompt: bool = True,
+        **_variables: Any,
     ) -> str:
         if any(message["role"] == "nobody" for message in messages):
             raise InvalidRequest("nobody may not speak", param="messages")

@@ -333,11 +333,15 @@ def test_an_engine_whose_tier_is_in_trouble_at_the_start_starts_and_uses_it_late
             engine = toy_engine(tiers=[tier], clock=time.monotonic)
             all_right(engine, [CONVERSATION], lambda: None)
         tier._stall_s = HOURS_S
-        for _ in range(2):
+        for _ in range(
+            4
+        ):  # what is damaged is dropped and written anew; who offers it meanwhile takes it for there once more
             rest(engine, tier)
             clock.jump()
             engine.core.cache.clear()
             (output,) = all_right(engine, [CONVERSATION], lambda: None)
+            if output.num_restored_tokens == {"mine": 288}:
+                break
         assert output.num_restored_tokens == {"mine": 288}
         assert tier.stats.state is TierState.UP
         engine.core.close()
