@@ -99,7 +99,7 @@ class _Curve:
             measured = np.exp(np.maximum(values, 0.0))
             slope = self._row_cost
             if len(measured):
-                slope = min(slope, max(slope / 4, _CAUTION * (float(measured[-1]) - 1.0) / layout.last))
+                slope = min(slope, max(slope / 2, _CAUTION * (float(measured[-1]) - 1.0) / layout.last))
             times = layout.of_none + layout.of_known @ measured + slope * layout.beyond
             self._times = times.tolist()
         return self._times
