@@ -14,6 +14,13 @@ from spolia.errors import InvalidRequest
 from .toy import EOS, VOCAB_SIZE, submit, toy_engine
 
 NUM_REQUESTS = 32
+BATCHES = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],  # not shrunk: the assertion names the request at fault
+    suppress_health_check=list(HealthCheck),
+)
 ids = st.integers(0, VOCAB_SIZE - 1)
 few_ids = st.lists(ids, min_size=1, max_size=6)
 
@@ -126,15 +133,7 @@ def essence(answer: RequestOutput | str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
-# Not shrunk: the assertion names the one request at fault, and its neighbours are many.
-@settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+@settings(BATCHES, max_examples=40)
 @given(st.lists(requests(), min_size=NUM_REQUESTS, max_size=NUM_REQUESTS), st.integers(8, 64))
 def test_each_of_32_requests_is_answered_as_if_it_were_alone(batch, max_batch_tokens):
     together = answers(batch, max_sequences=8, max_batch_tokens=max_batch_tokens)

@@ -8,9 +8,10 @@ from collections import Counter
 from typing import Any
 
 import httpx
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.test_mixed_batch import BATCHES
 from engine.toy import EOS, ToyExecutable
 
 from .harness import chatty_engine, serving
@@ -131,14 +132,7 @@ def test_each_of_32_chats_and_completions_is_answered_as_if_it_were_alone():
     happened: Counter[str] = Counter()
     with serving({"toy": crowded}) as url, serving({"toy": quiet}) as quiet_url:
 
-        @settings(
-            max_examples=4,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            phases=[Phase.generate],  # not shrunk: the assertion names the request at fault
-            suppress_health_check=list(HealthCheck),
-        )
+        @settings(BATCHES, max_examples=4)
         @given(batch=st.lists(st.one_of(chats(), chats(), bodies()), min_size=NUM_REQUESTS, max_size=NUM_REQUESTS))
         def check(batch):
             together = asyncio.run(ask_all(url, batch))

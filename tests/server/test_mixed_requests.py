@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import numpy as np
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.test_mixed_batch import IN_PYTHON
+from engine.test_mixed_batch import BATCHES, IN_PYTHON
 from engine.test_mixed_batch import SETTINGS as SAMPLING
 from engine.toy import EOS, ToyExecutable
 from spolia.engine import SamplingParams
@@ -156,14 +156,7 @@ def test_each_of_32_requests_is_answered_as_if_it_were_alone():
     happened: Counter[str] = Counter()
     with serving({"toy": crowded}) as url, serving({"toy": quiet}) as quiet_url:
 
-        @settings(
-            max_examples=5,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            phases=[Phase.generate],  # not shrunk: the assertion names the request at fault
-            suppress_health_check=list(HealthCheck),
-        )
+        @settings(BATCHES, max_examples=5)
         @given(batch=st.lists(bodies(), min_size=NUM_REQUESTS, max_size=NUM_REQUESTS))
         def check(batch):
             together = asyncio.run(ask_all(url, batch))
