@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 _NUM_AT_ONCE = 8
 
-_MAX_AGING = 1 << 16
-"""Objects that are kept in mind to be renewed when they are used."""
+_MAX_NOTED = 1 << 16
+"""Objects of which is kept in mind when they were written."""
 
 
 class ObjectBackend:
@@ -34,8 +34,8 @@ class ObjectBackend:
     lifecycle rule.
 
     A store notes when an object was written and not when it was used, so one that is used past half of its time is
-    written anew. What is too old is a miss, and is removed when it is met, or when all are looked through: after a put,
-    a quarter of the time after the last look.
+    written anew, by and by: nobody waits for it. What is too old is a miss, and is removed when it is met, or when all
+    are looked through: after a put, a quarter of the time after the last look.
 
     Args:
         url: `s3://bucket/prefix`, `gs://`, `az://`; credentials, region and endpoint are taken from the environment
@@ -75,9 +75,11 @@ class ObjectBackend:
         self._ttl_s = ttl_s
         self._clock = clock
         self._lock = threading.Lock()  # guards what follows
-        self._aging: OrderedDict[bytes, None] = OrderedDict()  # seen to be past half of their time
+        self._written_s: OrderedDict[bytes, float] = OrderedDict()  # as far as is known here; empty without ttl_s
         self._swept_s = -math.inf
         self._threads = ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="spolia-objects")
+        self._chores = ThreadPoolExecutor(1, thread_name_prefix="spolia-objects-chores")  # what nobody waits for
+        self._is_closed = False
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         return self._each(self._exists, keys)
@@ -88,19 +90,25 @@ class ObjectBackend:
     def put(self, keys: Sequence[bytes], values: Sequence[Buffer]) -> list[bool]:
         taken = self._each(self._put, keys, values)
         if self._is_sweep_due():
-            self._threads.submit(self._sweep)
+            self._chores.submit(self._sweep)
         return taken
 
     def delete(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:  # or it would be renewed when somebody has used it
+                self._written_s.pop(key, None)
         self._each(self._delete, keys)
 
     def touch(self, keys: Sequence[bytes]) -> list[bool]:
         """An object store knows no recency: those that would go soon are written anew."""
-        with self._lock:
-            aging = [key for key in keys if key in self._aging]
+        if self._ttl_s is not None:
+            now_s = self._clock()
+            with self._lock:
+                aging = [key for key in keys if now_s - self._written_s.get(key, now_s) > self._ttl_s / 2]
+                for key in aging:  # once
+                    del self._written_s[key]
             for key in aging:
-                del self._aging[key]
-        self._each(self._renew, aging)
+                self._chores.submit(self._renew, key)
         return [True] * len(keys)
 
     def health(self) -> Health:
@@ -129,6 +137,8 @@ class ObjectBackend:
             raise _unavailable(error) from error
 
     def close(self) -> None:
+        self._is_closed = True
+        self._chores.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _exists(self, key: bytes) -> bool:
@@ -154,6 +164,7 @@ class ObjectBackend:
     def _put(self, key: bytes, value: Buffer) -> bool:
         # The same key is the same content, so there is no need to ask whether it is there.
         self._obstore.put(self._store, _path(key), bytes(value), use_multipart=False)
+        self._note_written(key, self._clock())
         return True
 
     def _delete(self, key: bytes) -> None:
@@ -166,23 +177,27 @@ class ObjectBackend:
         """Whether an object's time is not over; if it is, the object goes."""
         if self._ttl_s is None:
             return True
-        age_s = self._clock() - meta["last_modified"].timestamp()
-        if age_s > self._ttl_s:
-            self._delete(key)
+        written_s = meta["last_modified"].timestamp()
+        if self._clock() - written_s > self._ttl_s:
+            with suppress(self._error, OSError):  # it is a miss, whether it can be removed or not
+                self._delete(key)
             return False
-        if age_s > self._ttl_s / 2:
-            with self._lock:
-                self._aging[key] = None
-                while len(self._aging) > _MAX_AGING:
-                    self._aging.popitem(last=False)
+        self._note_written(key, written_s)
         return True
 
-    def _renew(self, key: bytes) -> None:
-        try:
-            data = self._obstore.get(self._store, _path(key)).bytes()
-        except FileNotFoundError:
+    def _note_written(self, key: bytes, written_s: float) -> None:
+        if self._ttl_s is None:
             return
-        self._obstore.put(self._store, _path(key), data, use_multipart=False)
+        with self._lock:
+            self._written_s[key] = written_s
+            self._written_s.move_to_end(key)
+            while len(self._written_s) > _MAX_NOTED:
+                self._written_s.popitem(last=False)
+
+    def _renew(self, key: bytes) -> None:
+        with suppress(self._error, OSError):  # it is gone, or will be met again before its time is over
+            data = self._obstore.get(self._store, _path(key)).bytes()
+            self._put(key, data)
 
     def _is_sweep_due(self) -> bool:
         now_s = self._clock()
@@ -195,7 +210,9 @@ class ObjectBackend:
     def _sweep(self) -> None:
         """Remove what is too old."""
         with suppress(StorageUnavailable, self._error, OSError):  # next time, then
-            for entry in list(self.entries()):
+            for entry in self.entries():
+                if self._is_closed:
+                    return
                 if self._ttl_s is not None and self._clock() - entry.used_s > self._ttl_s:
                     self._delete(entry.key)
 
