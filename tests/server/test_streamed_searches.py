@@ -14,7 +14,9 @@ import pytest
 from openai import OpenAI
 
 from engine.toy import EOS
-from spolia.server import rendering
+from spolia.engine import BeamParams, ContrastiveParams
+from spolia.errors import Overloaded
+from spolia.server import rendering, search
 from spolia.server.config import ServerConfig
 
 from .harness import ChattyToy, Pace, ThinkingTemplate, chatty_engine, eventually, scripted_engine, serving
@@ -216,7 +218,7 @@ def test_a_search_that_takes_too_long_says_so(fields):
         whole = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
         stream = httpx.post(f"{url}/v1/completions", json={**body, "stream": True}, timeout=60)
     asyncio.run(engine.aclose())
-    assert whole.status_code == 429
+    assert whole.status_code == 504  # a client that repeated it by itself would have the same again
     assert "took longer than 0.2 s" in whole.json()["error"]["message"]
     assert "took longer than 0.2 s" in stream.text
     assert "[DONE]" not in stream.text
@@ -237,6 +239,58 @@ def test_while_nothing_is_known_a_stream_shows_signs_of_life(monkeypatch, fields
         with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:  # and clients pass over them
             assert sum(len(chunk.choices) for chunk in client.completions.create(**body, extra_body=fields)) == 2
     asyncio.run(engine.aclose())
+
+
+def test_a_prompt_that_finds_few_beams_leaves_the_next_prompts_choices_where_they_are(url):
+    body = {
+        "prompt": ["ab", "cdef"],
+        "max_tokens": 4,
+        "num_beams": 2,
+        "n": 2,
+        "echo": True,
+        "stop": "x",
+        "guided_regex": "yyy",
+    }
+    whole = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    assert [(choice["index"], choice["text"]) for choice in whole["choices"]] == [(0, "abyyy"), (2, "cdefyyy")]
+    assert whole["usage"]["prompt_tokens"] == len("ab") + len("cdef")
+    streamed = put_together(events(url, body))
+    assert [(choice["index"], choice["text"]) for choice in streamed] == [(0, "abyyy"), (2, "cdefyyy")]
+
+
+def test_a_search_that_is_to_be_resumed_keeps_its_model(monkeypatch):
+    answers = []
+    made = search._SearchAnswer
+    monkeypatch.setattr(search, "_SearchAnswer", lambda *given: answers.append(made(*given)) or answers[-1])
+    pace = Pace()
+    engine = chatty_engine(num_blocks=256, observer=pace)
+    body = {"prompt": PROMPT, "max_tokens": 4, "stream": True, "resumable": True, **BEAMS}
+    with serving({"toy": engine}) as url:
+        with pace.held():
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as stream:
+                assert stream.status_code == 200
+            (answer,) = answers
+            served = answer._served
+            eventually(lambda: not served.num_holds)  # the client has gone
+            assert not served.is_idle
+        eventually(lambda: served.is_idle)
+    asyncio.run(engine.aclose())
+
+
+@pytest.mark.parametrize("name", ["contrastive_search", "beam_search"])
+def test_a_search_whose_engine_is_closed_says_so(name):
+    async def main():
+        engine = chatty_engine(num_blocks=256, observer=Pace(step_s=0.005))
+        params = {"contrastive_search": ContrastiveParams, "beam_search": BeamParams}[name](max_tokens=400)
+        steps = getattr(engine, name)(PROMPT, params)
+        await anext(steps)
+        closing = asyncio.create_task(engine.aclose())
+        with pytest.raises(Overloaded, match="closed"):
+            async for _ in steps:
+                pass
+        await closing
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("fields", [BEST_OF, BEAMS], ids=str)

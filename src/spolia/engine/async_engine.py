@@ -34,7 +34,7 @@ from spolia.engine.session_files import SessionFiles
 from spolia.engine.sessions import Session, SessionStore
 from spolia.engine.storage import make_sealer
 from spolia.engine.thread import EngineThread, RetiredTier
-from spolia.errors import SpoliaError
+from spolia.errors import NotReady, SpoliaError
 from spolia.generation import BeamParams, ContrastiveParams, SamplingParams
 from spolia.kvcache import CacheStats, History, RetentionPolicy, Wish, namespace_key
 from spolia.models import Model
@@ -252,7 +252,7 @@ class AsyncEngine:
                     for ids, each, is_part in run.requests()
                 ]
                 try:
-                    run.take([await stream.output() for stream in streams])
+                    run.take([_whole(await stream.output()) for stream in streams])
                 finally:
                     for stream in streams:
                         await stream.aclose()
@@ -289,7 +289,7 @@ class AsyncEngine:
             while not run.is_over:
                 ids, one = run.request()
                 async with self.generate(ids, one, cache_salt=cache_salt, tenant=tenant, is_part=True) as stream:
-                    await stream.output()
+                    _whole(await stream.output())
                 candidates = await asyncio.to_thread(run.candidates)
                 vectors = await self.embed(candidates, cache_salt=cache_salt, is_part=True)
                 await asyncio.to_thread(run.take, vectors)
@@ -521,6 +521,16 @@ class AsyncEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+def _whole(output: RequestOutput) -> RequestOutput:
+    """
+    Raises:
+        NotReady: a part of a search was cut off.
+    """
+    if output.finish_reason == "abort":
+        raise NotReady("the engine was closed before the search ended; send the request again when it has been started")
+    return output
 
 
 def _expect_latest(engine: weakref.ref[AsyncEngine], _: Future[None]) -> None:

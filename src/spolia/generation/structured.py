@@ -353,7 +353,7 @@ def _is_gbnf(grammar: str) -> bool:
 
 def _begun_after(text: str, grammar: str) -> str:
     """llguidance's grammar of an answer that has the form of `grammar` after `text`."""
-    ending = re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+    ending = between_slashes(re.escape(text))
     before = [
         "%llguidance {}",
         "start: before SPACE @form",

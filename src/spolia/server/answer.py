@@ -269,11 +269,11 @@ class Answer:
             num_prompt = sum(len(stream.request.prompt_token_ids) for stream in self._streams)
             account.settle(num_prompt + self._num_tokens.total() - self._num_admitted_tokens)
 
-    async def finish(self) -> list[RequestOutput]:
-        """All outputs, by choice; of a search that its client has left, those that there are."""
+    async def finish(self) -> dict[int, RequestOutput]:
+        """All outputs, by choice; of a search those that there are: its client may have left, or it found no more."""
         async for _ in self.deltas():
             pass
-        return [self.outputs[choice] for choice in sorted(self.outputs)]
+        return dict(sorted(self.outputs.items()))
 
     def usage(self) -> Usage:
         """Sums over the choices that have ended. A prompt counts once, with the cache hit of its first choice."""
@@ -376,10 +376,7 @@ class Answer:
     def take(self, choice: int, output: RequestOutput) -> None:
         """An output that came about without a stream of its own. `remember` it when all are there."""
         self.outputs[choice] = output
-        log = self._served.conversations
-        explained = explain(output, self._engine.model.tokenizer, messages=self._messages, log=log)
-        self._explained[choice] = explained
-        self._served.explained.add(self.id, choice, explained, self._caller.tenant)
+        self._keep_explanation(choice, output)
         self._served.metrics.observe(output)
         self._log(output)
 
@@ -456,14 +453,17 @@ class Answer:
 
     def _take_output(self, choice: int, output: RequestOutput) -> None:
         """Explain it, for whoever asks now or later, and remember what was said."""
-        served, messages = self._served, self._messages
-        explained = explain(output, self._engine.model.tokenizer, messages=messages, log=served.conversations)
-        self._explained[choice] = explained
-        served.curve.take(output, self._streams[choice].request.wishes)
-        served.explained.add(self.id, choice, explained, self._caller.tenant)
+        self._keep_explanation(choice, output)
+        self._served.curve.take(output, self._streams[choice].request.wishes)
         if self._turn is not None and output.finish_reason != "abort":
             self._turn.finish(output.token_ids, output.text)
         self.remember(choice)
+
+    def _keep_explanation(self, choice: int, output: RequestOutput) -> None:
+        served = self._served
+        explained = explain(output, self._engine.model.tokenizer, messages=self._messages, log=served.conversations)
+        self._explained[choice] = explained
+        served.explained.add(self.id, choice, explained, self._caller.tenant)
 
     def remember(self, *choices: int) -> None:
         """Chats may go on from these."""

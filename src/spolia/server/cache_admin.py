@@ -131,7 +131,7 @@ async def warm(served: ServedModel, body: WarmRequest, pins: Pins, *, max_waitin
         max_waiting=max_waiting,
         wishes=wishes,
     )
-    (output,) = await answer.finish()
+    (output,) = (await answer.finish()).values()
     done = {
         "object": "cache.warmed",
         "model": served.name,

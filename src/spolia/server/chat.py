@@ -203,7 +203,7 @@ class _ChatRendering:
         self._echo = str(body.messages[-1].get("content") or "") if body.echo else ""
         self._begun: set[int] = set()
 
-    def whole(self, outputs: Sequence[RequestOutput], extras: Extras) -> ChatReply:
+    def whole(self, outputs: Mapping[int, RequestOutput], extras: Extras) -> ChatReply:
         choices = [
             ChatChoice(
                 index=index,
@@ -214,14 +214,14 @@ class _ChatRendering:
                 token_ids=list(output.token_ids) if self._with_ids else UNSET,
                 prompt_token_ids=list(output.prompt_token_ids) if self._with_ids else UNSET,
             )
-            for index, output in enumerate(outputs)
+            for index, output in outputs.items()
         ]
         answer = self._answer
         reply = ChatReply(answer.id, answer.created, answer.model, choices, usage=extras.usage, spolia=extras.spolia)
         reply.system_fingerprint = answer.fingerprint
         reply.timings = extras.timings
         if self._with_prompt_logprobs:
-            reply.prompt_logprobs = prompt_logprobs(outputs[0].prompt_logprobs, self._tokenizer)
+            reply.prompt_logprobs = prompt_logprobs(next(iter(outputs.values())).prompt_logprobs, self._tokenizer)
         return reply
 
     def chunk(self, choice: int, delta: Delta) -> ChatChunk | None:

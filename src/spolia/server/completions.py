@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import UNSET
@@ -121,7 +121,7 @@ class _CompletionRendering:
         self._with_names = not body.return_tokens_as_token_ids
         self._offsets: dict[int, int] = {}  # by choice that has begun: characters its tokens have had so far
 
-    def whole(self, outputs: Sequence[RequestOutput], extras: Extras) -> CompletionReply:
+    def whole(self, outputs: Mapping[int, RequestOutput], extras: Extras) -> CompletionReply:
         choices = [
             CompletionChoice(
                 index=index,
@@ -135,7 +135,7 @@ class _CompletionRendering:
                     prompt_logprobs(output.prompt_logprobs, self._tokenizer) if self._with_prompt_logprobs else UNSET
                 ),
             )
-            for index, output in enumerate(outputs)
+            for index, output in outputs.items()
         ]
         reply = self._reply(choices, extras)
         reply.timings = extras.timings

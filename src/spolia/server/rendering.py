@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -43,8 +43,8 @@ Chunk: TypeAlias = ChatChunk | CompletionReply
 class Rendering(Protocol):
     """An endpoint's shapes, for one answer. Called in the order of the stream."""
 
-    def whole(self, outputs: Sequence[RequestOutput], extras: Extras) -> msgspec.Struct:
-        """The answer to a request that does not stream; an output a choice."""
+    def whole(self, outputs: Mapping[int, RequestOutput], extras: Extras) -> msgspec.Struct:
+        """The answer to a request that does not stream; outputs by choice."""
 
     def chunk(self, choice: int, delta: Delta) -> Chunk | None:
         """A delta of one choice; None if it has nothing to show yet."""
@@ -100,9 +100,11 @@ async def respond(request: Request, body: SamplingRequest, answer: Answer, rende
             events = with_signs_of_life(events, _SIGN_OF_LIFE)
         return stream(request, answer.id, events, abort=answer.abort, headers=headers, is_resumable=body.resumable)
     with watch_for_disconnect(request.receive, answer.abort):
-        outputs = _best(await answer.finish(), body)
+        outputs = await answer.finish()
     if not outputs:
         return Response(status_code=499)  # to nobody
+    if body.takes_best:
+        outputs = dict(enumerate(_best(list(outputs.values()), body)))
     extras = _extras(body, answer, usage=True)
     whole = rendering.whole(outputs, extras)
     return Response(msgspec.json.encode(whole), headers=headers, media_type="application/json")
@@ -110,8 +112,6 @@ async def respond(request: Request, body: SamplingRequest, answer: Answer, rende
 
 def _best(outputs: list[RequestOutput], body: SamplingRequest) -> list[RequestOutput]:
     """Of each prompt's `best_of` answers the `n` with the highest log-probability a token, best first."""
-    if not body.takes_best:
-        return outputs
     of, kept = body.num_candidates, body.num_choices
     asked = getattr(body, "logprobs", None)  # a number for completions, 0 included; a flag for chats
     wanted = asked is not None and asked is not False

@@ -14,10 +14,12 @@ from starlette.responses import Response
 from spolia.engine import Delta, History, Tenant, Timings
 from spolia.errors import InvalidRequest, Overloaded
 from spolia.server.answer import Answer
+from spolia.server.errors import TookTooLong
 from spolia.server.rendering import Rendering, respond
 from spolia.server.replies import Usage
 from spolia.server.schema import ChatRequest, CompletionRequest
 from spolia.server.served import ServedModel
+from spolia.server.sse import next_of
 
 __all__ = ["Found", "Search", "refuse_company", "respond_with_search"]
 
@@ -121,6 +123,7 @@ class _SearchAnswer(Answer):
         self._prompt_ids: dict[int, list[int]] = {}  # by choice that has begun
         self._first_s: dict[int, float] = {}  # until the first delta of those that come in several
         self._step: asyncio.Task[list[Found] | None] | None = None
+        served.searches.add(self)
         if caller.account is not None:
             caller.account.admit(sum(map(len, prompts)))
 
@@ -141,14 +144,18 @@ class _SearchAnswer(Answer):
         """As of any answer.
 
         Raises:
-            Overloaded: its time is up.
+            TookTooLong: its time is up.
             SpoliaError: the search or the engine failed.
         """
         self._is_read = True
         try:
-            for search in self._searches:
+            for number, search in enumerate(self._searches):
+                choice = number * self._num_choices
                 while (several := await self._next(search)) is not None:
-                    deltas = [self._take_found(len(self.outputs), found) for found in several]
+                    deltas = []
+                    for found in several:
+                        deltas.append(self._take_found(choice, found))
+                        choice += found.delta.output is not None
                     # Before the client hears of the end, and goes on from it.
                     self.remember(*(choice for choice, delta in deltas if delta.output is not None))
                     for choice, delta in deltas:
@@ -157,15 +164,22 @@ class _SearchAnswer(Answer):
             self.abort()
             self._settle()
 
+    def _settle(self) -> None:
+        super()._settle()
+        self._served.searches.discard(self)
+
     async def _next(self, search: AsyncIterator[list[Found]]) -> list[Found] | None:
         """What the search finds next; None: nothing more, or the client has gone."""
         if self._is_left:
             return None
         limit_s = self._served.request_timeout_s
-        self._step = step = asyncio.ensure_future(_anext(search))
+        self._step = step = asyncio.ensure_future(next_of(search))
         await asyncio.wait([step], timeout=max(0.0, self.submitted_s + limit_s - time.perf_counter()))
         if not step.done():
-            raise Overloaded(f"{self._name} took longer than {limit_s} s; ask for fewer beams, candidates or tokens")
+            raise TookTooLong(
+                f"{self._name} took longer than {limit_s:g} s, the longest that an answer may take here; ask for fewer "
+                "beams, candidates or tokens, or raise --request-timeout"
+            )
         return None if step.cancelled() else step.result()
 
     def _take_found(self, choice: int, found: Found) -> tuple[int, Delta]:
@@ -181,7 +195,3 @@ class _SearchAnswer(Answer):
         if found.beam is not None:
             self.beams.append({"index": choice, **found.beam})
         return choice, replace(delta, output=output)
-
-
-async def _anext(search: AsyncIterator[list[Found]]) -> list[Found] | None:
-    return await anext(search, None)

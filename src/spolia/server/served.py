@@ -61,6 +61,7 @@ class ServedModel:
         source: None for an engine that somebody else has made, which comes and goes as they like.
         loading: done when the model can answer, or holds why it cannot; None while nobody asks for it.
         streams: submitted and not ended. Weak, so that one which nobody reads any more does not count for ever.
+        searches: that have not ended; likewise.
         request_timeout_s: after which an answer is ended.
         curve: what other sizes would have hit.
         explained, conversations: of the last requests.
@@ -88,6 +89,7 @@ class ServedModel:
     keep_alive_s: float | None = None
     since_s: float = field(default_factory=time.time)
     streams: WeakSet[TokenStream] = field(default_factory=WeakSet)
+    searches: WeakSet[object] = field(default_factory=WeakSet)
     explained: ExplainLog = field(default_factory=ExplainLog)
     conversations: ConversationLog = field(default_factory=ConversationLog)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
@@ -139,7 +141,7 @@ class ServedModel:
     @property
     def is_idle(self) -> bool:
         """Whether nobody is being answered by it, or about to be; a stream that is to be resumed counts."""
-        return not self.num_holds and not self.streams
+        return not self.num_holds and not self.streams and not self.searches
 
     @property
     def num_waiting(self) -> int:

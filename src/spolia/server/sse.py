@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-__all__ = ["DONE", "EventStream", "watch_for_disconnect", "with_signs_of_life"]
+__all__ = ["DONE", "EventStream", "next_of", "watch_for_disconnect", "with_signs_of_life"]
+
+T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
@@ -38,7 +41,7 @@ async def with_signs_of_life(
 ) -> AsyncIterator[bytes]:
     """`events`, and `sign` whenever nothing has come for so long: clients take a long silence for a dead server."""
     while True:
-        waiting = asyncio.ensure_future(_next(events))
+        waiting = asyncio.ensure_future(next_of(events))
         try:
             while not (await asyncio.wait([waiting], timeout=interval_s))[0]:
                 yield sign
@@ -50,8 +53,9 @@ async def with_signs_of_life(
         yield data
 
 
-async def _next(events: AsyncIterator[bytes]) -> bytes | None:
-    return await anext(events, None)
+async def next_of(items: AsyncIterator[T]) -> T | None:
+    """The next item, as a coroutine that a task can be made of; None: there is none."""
+    return await anext(items, None)
 
 
 class EventStream(Response):

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from spolia.engine import AsyncEngine, Delta, LaneView, RequestOutput, lanes
 from spolia.server.answer import Answer
 from spolia.server.replies import Progress
+from spolia.server.sse import next_of
 
 __all__ = ["Stopwatch", "timings_of", "with_progress"]
 
@@ -84,7 +85,7 @@ async def with_progress(answer: Answer, engine: AsyncEngine) -> AsyncIterator[tu
     """
     begun_s = time.perf_counter()
     deltas = answer.deltas()
-    first = asyncio.ensure_future(_first(deltas))
+    first = asyncio.ensure_future(next_of(deltas))
     cached: dict[int, int] = {}
     told: dict[int, int] = {}
 
@@ -114,7 +115,3 @@ async def with_progress(answer: Answer, engine: AsyncEngine) -> AsyncIterator[tu
         first.cancel()
     async for item in deltas:
         yield item
-
-
-async def _first(deltas: AsyncIterator[tuple[int, Delta]]) -> tuple[int, Delta] | None:
-    return await anext(deltas, None)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from spolia.generation.history import History
 from spolia.generation.processors.base import Filter, Logits
-from spolia.generation.processors.candidates import Candidates, Scratch
+from spolia.generation.processors.candidates import Candidates, Scratch, largest
 
 __all__ = ["GreenList"]
 
@@ -87,7 +87,8 @@ class GreenList(Filter):
     ) -> NDArray[np.intp]:
         """Indices of the likeliest candidates that are green after a context which they end themselves."""
         ids, scores = candidates
-        likeliest = np.argsort(-scores, kind="stable")[:_NUM_TRIED]
+        near = largest(scores, min(_NUM_TRIED, len(scores)))
+        likeliest = near[np.argsort(-scores[near], kind="stable")][:_NUM_TRIED]
         found = []
         for index in likeliest:
             token_id = int(index if ids is None else ids[index])
