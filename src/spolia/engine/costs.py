@@ -31,6 +31,7 @@ _MAX_SURPRISE = math.log(2.0)  # a step that was held up by something else teach
 _NUM_TRIALS = 2  # measurements before a rise above what was assumed is believed
 _LEVEL_RATE = 0.1
 _CURVE_RATE = 0.1
+_TIMES_LAST = 8  # steps, once each number of drafts was seen: they move by a hundredth, and take longer than a draft
 _DOUBT = 1e-4  # of what was measured long ago, forgotten at each step that checks no draft
 
 
@@ -63,6 +64,7 @@ class _Curve:
         self._first = [0.0] * len(_KNOTS)
         self.level: float | None = None
         self._times: list[float] | None = None
+        self._num_unheeded = 0  # measurements since the times were put together
         self._known: _Layout | None = None
 
     def note(self, extra: int, duration_s: float) -> None:
@@ -88,7 +90,9 @@ class _Curve:
         else:
             self.level += _LEVEL_RATE * surprise
             self._values[knot] += _CURVE_RATE * surprise
-            self._times = None
+            self._num_unheeded += 1
+            if self._num_unheeded >= _TIMES_LAST:
+                self._times = None
 
     def times(self) -> list[float]:
         """By number of drafts, the time of a step relative to one without."""
@@ -102,6 +106,7 @@ class _Curve:
                 slope = min(slope, max(slope / 2, _CAUTION * (float(measured[-1]) - 1.0) / layout.last))
             times = layout.of_none + layout.of_known @ measured + slope * layout.beyond
             self._times = times.tolist()
+            self._num_unheeded = 0
         return self._times
 
     def _layout(self) -> _Layout:

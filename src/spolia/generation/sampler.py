@@ -116,14 +116,13 @@ class Sampler:
                 row.pipeline.process(logits[index : index + 1], row.position, row.banned_ids)
             elif len(row.banned_ids):
                 logits[index, row.banned_ids] = -np.inf
-        best = self._argmax(logits)
-        best_logits = logits[np.arange(len(rows)), best]
-        is_finite = np.isfinite(best_logits)
+        best_ids: list[int] = self._argmax(logits).tolist()
+        best_logits = [logits.item(index, best_id) for index, best_id in enumerate(best_ids)]
         token_ids: list[int | None] = [None] * len(rows)
-        for index, (row, best_id) in enumerate(zip(rows, best.tolist(), strict=True)):
-            if is_finite[index]:
+        for index, (row, best_id) in enumerate(zip(rows, best_ids, strict=True)):
+            if math.isfinite(best_logits[index]):
                 token_ids[index] = self._choose(logits[index], best_id, row)
-            elif row.pipeline is not None and best_logits[index] == -np.inf:  # a broken model's are no numbers
+            elif row.pipeline is not None and best_logits[index] == -math.inf:  # a broken model's are no numbers
                 row.pipeline.note_nothing_left()
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         for index, (log_normaliser, top) in before.items():
