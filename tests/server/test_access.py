@@ -552,3 +552,13 @@ def test_serve_speaks_https_asks_for_keys_and_logs_json(tmp_path: Path, smollm2_
 def test_half_a_certificate_is_refused_at_birth(field):
     with pytest.raises(ValueError, match="tls_"):
         ServerConfig(**field)
+
+
+def test_no_tenant_deletes_anothers_response_or_its_stream(url):
+    body = {"model": "toy", "input": "x", "max_output_tokens": 4, "stream": True, "resumable": True}
+    answer = httpx.post(f"{url}/v1/responses", json=body, headers=bearer(ALICE))
+    id_ = answer.headers["x-request-id"]
+    assert httpx.delete(f"{url}/v1/responses/{id_}", headers=bearer(BOB)).status_code == 404
+    assert httpx.get(f"{url}/v1/streams/{id_}", headers=bearer(ALICE)).text == answer.text
+    assert httpx.delete(f"{url}/v1/responses/{id_}", headers=bearer(ALICE_2)).status_code == 200
+    assert httpx.get(f"{url}/v1/streams/{id_}", headers=bearer(ALICE)).status_code == 404

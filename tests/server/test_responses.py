@@ -289,6 +289,40 @@ def test_a_stream_in_the_background_goes_on_without_its_reader_and_is_read_on(he
     assert [event.sequence_number for event in rest] == list(range(1, len(rest) + 1))
 
 
+def is_gone(url: str, id_: str) -> bool:
+    paths = (f"responses/{id_}", f"responses/{id_}?stream=true", f"streams/{id_}")
+    return [httpx.get(f"{url}/v1/{path}").status_code for path in paths] == [404, 404, 404]
+
+
+@pytest.mark.parametrize("kept", [{"background": True}, {"resumable": True}, {"resumable": True, "store": False}])
+def test_deleting_a_response_deletes_its_stream(held, kept):
+    client, _, url = held
+    body = {**BACKGROUND, "background": False, "stream": True, **kept}
+    answer = httpx.post(f"{url}/v1/responses", json=body)
+    id_ = answer.headers["x-request-id"]
+    assert httpx.get(f"{url}/v1/streams/{id_}").text == answer.text
+    client.responses.delete(id_)
+    assert is_gone(url, id_)
+    with pytest.raises(openai.NotFoundError, match="no response"):
+        client.responses.delete(id_)
+
+
+@pytest.mark.parametrize("kept", [{"background": True}, {"resumable": True}, {"resumable": True, "store": False}])
+def test_deleting_a_response_whose_stream_is_read_ends_both(held, kept):
+    client, pace, url = held
+    pace.step_s = 0.01
+    body = {**BACKGROUND, "background": False, "max_output_tokens": 1900, "stream": True, **kept}
+    with httpx.stream("POST", f"{url}/v1/responses", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
+        id_ = response.headers["x-request-id"]
+        client.responses.delete(id_)
+        assert is_gone(url, id_)
+        assert sum("output_text.delta" in line for line in lines) < 1900
+    eventually(lambda: metric(url, "spolia_requests_running") == 0)
+    assert is_gone(url, id_)
+
+
 def test_a_stream_in_the_background_outlives_the_time_that_streams_wait_for_a_reader(monkeypatch):
     forgotten, forget = [], ResumableStreams._forget
     monkeypatch.setattr(ResumableStreams.__init__, "__defaults__", (0.05, 1024))

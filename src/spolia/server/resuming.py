@@ -3,7 +3,7 @@
 Generation goes on while nobody reads. Each event has a number, told as SSE's `id:`; lines of JSON are counted from 0.
 A client that comes back says the last one it saw (`Last-Event-ID`, or `?after=`), and gets the rest as it comes. A
 stream is kept for five minutes after its last reader has gone, or after its end; one that nobody comes back to, or ever
-came to, is aborted then.
+came to, is aborted then. `ResumableStreams.end` ends it before.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class _Stream:
         self._forget = forget
         self._kept_s = kept_s
         self._readers: set[_Reader] = set()
+        self._has_ended = False
         self._expiry: asyncio.TimerHandle | None = None
         self._pump: asyncio.Task[None] | None = None
 
@@ -95,7 +96,18 @@ class _Stream:
         if not self._readers:
             self._wait_for_reader()
 
+    def end(self) -> None:
+        """Nobody is to read it any more: its readers are sent away, and the request behind it is aborted."""
+        self._has_ended = True
+        if self._expiry is not None:
+            self._expiry.cancel()
+        for reader in self._readers:
+            reader.leave()
+        self._abort()
+
     def _wait_for_reader(self) -> None:
+        if self._has_ended:
+            return
         self._expiry = asyncio.get_running_loop().call_later(self._kept_s, self._expire)
 
     def _expire(self) -> None:
@@ -181,6 +193,15 @@ class ResumableStreams:
     def __contains__(self, stream_id: str) -> bool:
         return stream_id in self._by_id
 
+    def end(self, stream_id: str) -> bool:
+        """Forget a stream of the caller's tenant, whoever reads it; False: there is none."""
+        stream = self._find(stream_id)
+        if stream is None:
+            return False
+        self._forget(stream_id)
+        stream.end()
+        return True
+
     async def resume(self, request: Request, stream_id: str) -> Response:
         """The rest of a stream.
 
@@ -193,8 +214,8 @@ class ResumableStreams:
 
     def read_on(self, stream_id: str, last: str) -> Response:
         """As `resume`, after the event of number `last`."""
-        stream = self._by_id.get(stream_id)
-        if stream is None or stream.tenant != current_caller().tenant:
+        stream = self._find(stream_id)
+        if stream is None:
             raise UnknownThing(
                 f"no stream {stream_id!r} is kept here; it is for {self._kept_s:g} s after its last reader"
             )
@@ -206,6 +227,10 @@ class ResumableStreams:
                 param="after",
             )
         return _Reader(stream, int(last) + 1).response({"x-request-id": stream_id})
+
+    def _find(self, stream_id: str) -> _Stream | None:
+        stream = self._by_id.get(stream_id)
+        return None if stream is None or stream.tenant != current_caller().tenant else stream
 
     def _forget(self, stream_id: str) -> None:
         self._by_id.pop(stream_id, None)  # a reader that found it may come in just after its time is up, and leave

@@ -64,7 +64,7 @@ class ResponsesEndpoints:
         self._models = models
         self._config = config
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
-        self._running: dict[str, _Reply] = {}  # in the background
+        self._running: dict[str, _Reply] = {}  # whose events are kept: in the background, or resumable
         self._num_bytes = 0
 
     def routes(self) -> list[Route]:
@@ -101,9 +101,8 @@ class ResponsesEndpoints:
         abort, headers = reply.abort, {"x-request-id": reply.id}
         if body.stream:
             events = self._events(reply, items)
-            kept = body.resumable or body.background
             leave = partial(self._abort_unless_running, reply) if body.background else abort
-            return stream(request, reply.id, events, abort=leave, headers=headers, is_resumable=kept)
+            return stream(request, reply.id, events, abort=leave, headers=headers, is_resumable=reply.is_kept)
         if body.background:
             begun = reply.now()
             reply.task = asyncio.ensure_future(self._run(reply, items))
@@ -136,12 +135,14 @@ class ResponsesEndpoints:
             return _json(running.now())
         return _json(self._find(response_id).reply)
 
-    async def delete(self, response_id: str) -> Response:
-        """Forget it; one that runs in the background ends."""
-        if (running := self._find_running(response_id)) is not None:
+    async def delete(self, request: Request, response_id: str) -> Response:
+        """Forget it and its stream, also one that is not stored; one that is `resumable` or in the background ends."""
+        if (running := self._find_kept(response_id)) is not None:
             await running.cancel()
-        self._num_bytes -= self._find(response_id).num_bytes
-        del self._stored[response_id]
+        streams: ResumableStreams = request.app.state.resumable_streams
+        if not streams.end(response_id) or self._is_stored(response_id):
+            self._num_bytes -= self._find(response_id).num_bytes
+            del self._stored[response_id]
         return _json({"id": response_id, "object": "response", "deleted": True})
 
     async def list_input(self, request: Request, response_id: str) -> Response:
@@ -190,10 +191,13 @@ class ResponsesEndpoints:
         return conversation, [*before, *new]
 
     def _find(self, response_id: str) -> _Stored:
-        stored = self._stored.get(response_id)
-        if stored is None or stored.tenant != current_caller().tenant:
+        if not self._is_stored(response_id):
             raise UnknownThing(f"no response {response_id!r} is kept here; the last {_MAX_STORED} are")
-        return stored
+        return self._stored[response_id]
+
+    def _is_stored(self, response_id: str) -> bool:
+        stored = self._stored.get(response_id)
+        return stored is not None and stored.tenant == current_caller().tenant
 
     def _previous(self, response_id: str) -> _Stored:
         try:
@@ -215,11 +219,16 @@ class ResponsesEndpoints:
         )
 
     def _find_running(self, response_id: str) -> _Reply | None:
+        """Of those in the background."""
+        reply = self._find_kept(response_id)
+        return None if reply is None or not reply.is_background else reply
+
+    def _find_kept(self, response_id: str) -> _Reply | None:
         reply = self._running.get(response_id)
         return None if reply is None or reply.tenant != current_caller().tenant else reply
 
     async def _events(self, reply: _Reply, items: list[dict[str, Any]]) -> AsyncIterator[bytes]:
-        if reply.is_background:
+        if reply.is_kept:
             self._running[reply.id] = reply
         try:
             async for events in reply.events():
@@ -255,6 +264,7 @@ class _Reply:
     """One response in OpenAI's shapes.
 
     Attributes:
+        is_kept: what it tells goes on without a reader.
         last: the whole object, once it has ended; `is_complete`: and did not fail.
         task: reads it, where it is in the background and no stream.
     """
@@ -263,6 +273,7 @@ class _Reply:
         self.id = turn.answer.id
         self.is_stored = body.store is not False
         self.is_background = bool(body.background)
+        self.is_kept = self.is_background or (bool(body.stream) and bool(body.resumable))
         self.tenant = current_caller().tenant
         self.is_complete = False
         self.has_ended = asyncio.Event()
