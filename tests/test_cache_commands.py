@@ -10,6 +10,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from engine.toy import ToyCodec
 from models.tiny import LLAMA, llama_tensors, write_gguf
 from server.harness import chatty_engine, eventually, serving
 from server.process import ServerProcess, server_process
@@ -76,6 +77,21 @@ def test_the_commands_reach_the_server(url, tmp_path):
     assert "to: device" in spolia("move", PROMPT, "--to", "device", "--exact-kv", "--url", url)
     assert "num_tokens: 64" in spolia("clear", url, "--prefix", PROMPT[:40], "--pinned")
     assert "num_tokens: 0" in spolia("pin", PROMPT, "--url", url)
+
+
+def test_warm_and_pin_reach_exact_kv():
+    engine = chatty_engine(num_blocks=64, codec=ToyCodec())
+    with serving({"toy": engine}) as url:
+
+        def spolia(*arguments: str) -> str:
+            return CliRunner().invoke(app, ["cache", *arguments, "--url", url]).output
+
+        assert f"num_computed_tokens: {len(PROMPT)}" in spolia("warm", PROMPT, "--exact-kv")
+        assert f"num_tokens: {len(PROMPT)}\nexact_kv: yes" in spolia("pin", PROMPT, "--exact-kv")
+        assert "num_tokens: 0\nexact_kv: no" in spolia("pin", PROMPT)
+        assert f"num_cached_tokens: {len(PROMPT) - 1}" in spolia("lookup", PROMPT, "--exact-kv")
+        assert "num_cached_tokens: 0" in spolia("lookup", PROMPT)
+    asyncio.run(engine.aclose())
 
 
 def test_a_session_goes_to_a_file_and_back(url, tmp_path, capsys):

@@ -650,6 +650,40 @@ def test_exact_kv_is_looked_up_moved_and_carried_away_apart_from_the_other(round
     assert answer(rounding, prompt(0), **exact) == (said, 96, None)
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_what_is_warmed_is_for_those_who_want_its_kind(rounding, is_exact):
+    ways = {"exact_kv": is_exact}, {"exact_kv": not is_exact}
+    assert rounding.post("warm", prompt=prompt(0), **ways[0])["num_computed_tokens"] == 100
+    assert [rounding.lookup(prompt(0), **way)[0] for way in ways] == [99, 0]
+    assert rounding.post("warm", prompt=prompt(0), **ways[0])["num_computed_tokens"] == 1
+    assert answer(rounding, prompt(0), **ways[0])[1:] == (99, None)
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("way", ["warm", "pins"])
+def test_a_pin_holds_the_kv_of_its_kind_and_is_listed_and_lifted_as_any(rounding, way, is_exact):
+    kind, other = {"exact_kv": is_exact}, {"exact_kv": not is_exact}
+
+    def crowd() -> None:
+        for seed in range(1000, 1004):  # more than the pools hold
+            answer(rounding, prompt(seed), **kind)
+
+    ids = prompt(0, 96)
+    rounding.cached(ids, **other)
+    if way == "pins":
+        rounding.cached(ids, **kind)
+        pin = rounding.post("pins", prompt=ids, **kind)["id"]
+    else:
+        pin = rounding.post("warm", prompt=ids, pin=True, **kind)["pin"]
+    crowd()
+    assert [rounding.lookup(ids, **each)[0] for each in (kind, other)] == [95, 0]
+    (listed,) = httpx.get(f"{rounding.url}/v1/cache/pins").json()["data"]
+    assert listed == {"id": pin, "object": "cache.pin", "num_tokens": 96, "exact_kv": is_exact}
+    assert httpx.delete(f"{rounding.url}/v1/cache/pins/{pin}").json()["deleted"]
+    crowd()
+    assert rounding.lookup(ids, **kind)[0] == 0
+
+
 def test_what_is_rounded_goes_away_and_comes_back_as_rounded(rounding):
     said = answer(rounding, prompt(0))[0]
     carried = httpx.post(f"{rounding.url}/v1/cache/export", json={"prompt": prompt(0)}, timeout=60).content
@@ -664,6 +698,8 @@ def test_a_server_that_does_not_round_takes_exact_kv_for_the_usual(server):
     server.cached(prompt(0))
     for exact_kv in (False, True):
         assert server.lookup(prompt(0), exact_kv=exact_kv)[0] == 99
+        assert server.post("warm", prompt=prompt(0), exact_kv=exact_kv)["num_computed_tokens"] == 1
+        assert server.post("pins", prompt=prompt(0), exact_kv=exact_kv)["exact_kv"] is False
 
 
 @pytest.mark.parametrize("way", ["prompt", "session", "namespace"])

@@ -75,7 +75,7 @@ def test_it_says_so_and_has_no_exact_kv(model):
         error = ask(process.url, 400, exact_kv=True)["error"]
         assert "kv_dtype int8" in error["message"]
         assert error["param"] == "exact_kv"
-        for path in ("lookup", "export"):
+        for path in ("lookup", "warm", "pins", "export"):
             reply = httpx.post(f"{process.url}/v1/cache/{path}", json={"prompt": PROMPT, "exact_kv": True})
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "exact_kv")
         rounding, usual = ask(process.url), ask(other.url)

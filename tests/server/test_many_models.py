@@ -15,7 +15,7 @@ import httpx
 import ollama
 import pytest
 
-from engine.toy import ToyExecutable
+from engine.toy import ToyCodec, ToyExecutable
 from spolia.cli.ps import report
 from spolia.engine import AsyncEngine, EngineConfig
 from spolia.errors import ModelError
@@ -381,7 +381,7 @@ def test_pins_and_settings_are_there_again_when_a_model_is_back(has_tier: bool, 
         assert (kept["kv_policy"], kept["kv_memory"]) == (loaded["kv_policy"], loaded["kv_memory"])
         assert client.get("/v1/cache/curve").status_code == 200
         assert states(url) == {"a": "unloaded"}
-        holds = {"id": pin, "object": "cache.pin", "num_tokens": 50}
+        holds = {"id": pin, "object": "cache.pin", "num_tokens": 50, "exact_kv": False}
         assert client.get("/v1/cache/pins", params={"cache_salt": "x"}).json()["data"] == [holds, {**holds, "id": gone}]
         assert client.get("/v1/cache/pins").json()["data"] == []
         assert client.delete(f"/v1/cache/pins/{pin}").status_code == 404  # another's
@@ -393,6 +393,31 @@ def test_pins_and_settings_are_there_again_when_a_model_is_back(has_tier: bool, 
         assert client.get("/v1/cache/pins").json()["data"] == []  # it is its owner's
         assert client.delete(f"/v1/cache/pins/{pin}", params={"cache_salt": "x"}).json()["deleted"]
         assert client.get("/v1/cache/pins", params={"cache_salt": "x"}).json()["data"] == []
+
+
+def test_a_pin_on_exact_kv_is_on_exact_kv_again_when_a_model_is_back(tmp_path: Path):
+    def load(_: int | None) -> AsyncEngine:
+        return chatty_engine(num_blocks=64, tiers=[Tier("disk", FolderBackend(tmp_path))], codec=ToyCodec())
+
+    body = {"prompt": "a prompt of more than two blocks of sixteen tokens", "exact_kv": True}
+    with (
+        serving({"a": ModelSource(load=load, size_bytes=lambda: 1)}) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+
+        def pins() -> list[dict[str, Any]]:
+            return client.get("/v1/cache/pins").json()["data"]
+
+        pin = client.post("/v1/cache/warm", json={**body, "pin": True}).json()["pin"]
+        held = [{"id": pin, "object": "cache.pin", "num_tokens": 50, "exact_kv": True}]
+        assert pins() == held
+        client.post("/api/generate", json={"model": "a", "keep_alive": 0}).raise_for_status()
+        eventually(lambda: states(url) == {"a": "unloaded"})
+        assert pins() == held
+        assert complete(url, "a").status_code == 200
+        eventually(lambda: pins() == held)
+        assert client.post("/v1/cache/lookup", json=body).json()["num_cached_tokens"] == 49
+        assert client.post("/v1/cache/lookup", json={**body, "exact_kv": False}).json()["num_cached_tokens"] == 0
 
 
 def test_a_model_that_is_back_has_the_memory_that_it_had():

@@ -68,12 +68,13 @@ def add_operator_commands(app: typer.Typer) -> None:
         priority: Annotated[int | None, typer.Option(help="0 to 100; 50 is usual.")] = None,
         model: ModelOption = None,
         salt: SaltOption = None,
+        exact_kv: ExactOption = False,
         url: UrlOption = _URL,
         key: KeyOption = None,
     ) -> None:
         """Have a running server compute a prompt ahead."""
         chosen = selected(prompt, session, messages, model, salt)
-        post("warm", url, key, **chosen, pin=pin, ttl=ttl, priority=priority)
+        post("warm", url, key, **chosen, pin=pin, ttl=ttl, priority=priority, exact_kv=exact_kv or None)
 
     @app.command()
     def move(
@@ -116,12 +117,13 @@ def add_operator_commands(app: typer.Typer) -> None:
         ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="For so long.")] = None,
         model: ModelOption = None,
         salt: SaltOption = None,
+        exact_kv: ExactOption = False,
         url: UrlOption = _URL,
         key: KeyOption = None,
     ) -> None:
         """Have a server keep a prompt's KV while anything else can go."""
         chosen = selected(prompt, None, messages, model, salt)
-        post("pins", url, key, **chosen, ttl=ttl)
+        post("pins", url, key, **chosen, ttl=ttl, exact_kv=exact_kv or None)
 
     @app.command()
     def unpin(

@@ -15,7 +15,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spolia.engine import Pin
 from spolia.errors import InvalidRequest
 from spolia.server.access import current_caller
 from spolia.server.body import read_body
@@ -31,13 +30,17 @@ __all__ = ["CacheEndpoints"]
 
 
 class PinRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A prompt, as text, token ids or messages; `ttl` in seconds, or until it is lifted."""
+    """A prompt, as text, token ids or messages; `ttl` in seconds, or until it is lifted.
+
+    `exact_kv`: what requests with `exact_kv` have of it, where tiers round.
+    """
 
     model: str | None = None
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     ttl: float | None = None
     cache_salt: str | None = None
+    exact_kv: bool = False
 
 
 class CacheEndpoints:
@@ -93,7 +96,7 @@ class CacheEndpoints:
         if not all(0 <= id_ < model.tokenizer.vocab_size for id_ in ids):
             raise InvalidRequest("prompt has token ids that are not in the vocabulary", param="prompt")
         salt = current_caller().cache_salt(body.cache_salt or "")
-        return _json(_card(await self._pins.put(served, ids, salt, body.ttl)))
+        return _json(_card(await self._pins.put(served, ids, salt, body.ttl, exact_kv=body.exact_kv)))
 
     async def pins(self, request: Request) -> Response:
         """What is pinned; of a model that is not in memory, what will be when it is back."""
@@ -121,8 +124,8 @@ def _salt(request: Request) -> str:
     return current_caller().cache_salt(request.query_params.get("cache_salt") or "")
 
 
-def _card(pin: Pin | PinCard) -> dict[str, Any]:
-    return {"id": pin.id, "object": "cache.pin", "num_tokens": pin.num_tokens}
+def _card(pin: PinCard) -> dict[str, Any]:
+    return {"object": "cache.pin", **pin._asdict()}
 
 
 def _json(content: Any) -> Response:

@@ -60,8 +60,12 @@ class LookupRequest(Selection, kw_only=True):
 
 
 class WarmRequest(Selection, kw_only=True):
-    """`pin` keeps it for `ttl` seconds, or until it is lifted; `priority` is a wish."""
+    """`pin` keeps it for `ttl` seconds, or until it is lifted; `priority` is a wish.
 
+    `exact_kv`: for requests with `exact_kv`, where tiers round.
+    """
+
+    exact_kv: bool = False
     priority: int | None = None
     pin: bool = False
     ttl: float | None = None
@@ -126,7 +130,7 @@ async def warm(served: ServedModel, body: WarmRequest, pins: Pins, *, max_waitin
         "warm",
         served,
         [ids],
-        [SamplingParams(max_tokens=1, temperature=0.0)],
+        [SamplingParams(max_tokens=1, temperature=0.0, exact_kv=body.exact_kv)],
         cache_salt=body.cache_salt or "",
         max_waiting=max_waiting,
         wishes=wishes,
@@ -140,7 +144,8 @@ async def warm(served: ServedModel, body: WarmRequest, pins: Pins, *, max_waitin
         "num_computed_tokens": len(ids) - output.num_cached_tokens,
     }
     if body.pin:
-        done["pin"] = (await pins.put(served, ids, _salt(body.cache_salt), body.ttl)).id
+        pin = await pins.put(served, ids, _salt(body.cache_salt), body.ttl, exact_kv=body.exact_kv)
+        done["pin"] = pin.id
     return done
 
 

@@ -30,6 +30,7 @@ class _Kept:
 
     id: int
     cache_salt: str
+    exact_kv: bool
     token_ids: NDArray[np.int32]
     until: float | None
 
@@ -39,10 +40,11 @@ class _Kept:
 
 
 class PinCard(NamedTuple):
-    """What is told of a pin."""
+    """What is told of a pin; `exact_kv`: only requests for exact KV have what it holds."""
 
     id: int
     num_tokens: int
+    exact_kv: bool
 
 
 class Pins:
@@ -61,20 +63,33 @@ class Pins:
         self._leaving = asyncio.Lock()  # who asks for the pins of an engine that is ending has to wait
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def put(self, served: ServedModel, token_ids: Sequence[int], cache_salt: str, ttl_s: float | None) -> Pin:
+    async def put(
+        self,
+        served: ServedModel,
+        token_ids: Sequence[int],
+        cache_salt: str,
+        ttl_s: float | None,
+        *,
+        exact_kv: bool = False,
+    ) -> PinCard:
         """Keep what is cached of a prompt.
 
+        Args:
+            exact_kv: what requests for exact KV have of it.
+
         Raises:
+            InvalidRequest: there is no exact KV here.
             Overloaded: pins have no room for it.
         """
-        namespace = served.engine.namespace(cache_salt)
+        engine = served.engine
+        namespace = engine.namespace_for(cache_salt, exact_kv=exact_kv)
         # Its label is the salt, which a namespace does not tell.
-        pin = await served.engine.call(lambda core: core.cache.pin(namespace, token_ids, ttl_s, label=cache_salt))
+        pin = await engine.call(lambda core: core.cache.pin(namespace, token_ids, ttl_s, label=cache_salt))
         if pin is None:
             raise Overloaded(
                 "pins may take half of the cache, and be a few thousand; with this one they would be more: lift others"
             )
-        return pin
+        return PinCard(pin.id, pin.num_tokens, _is_exact(engine, pin))
 
     async def leave(self, served: ServedModel, engine: AsyncEngine) -> None:
         """Its engine is about to end: remember its pins.
@@ -84,10 +99,12 @@ class Pins:
         """
         async with self._leaving:
             pinned = await engine.call(lambda core: core.cache.pinned())
-            self._kept[served] = [_Kept(pin.id, pin.label, ids, pin.until) for pin, ids in pinned]
+            self._kept[served] = [
+                _Kept(pin.id, pin.label, _is_exact(engine, pin), ids, pin.until) for pin, ids in pinned
+            ]
 
     async def of(self, served: ServedModel, cache_salt: str) -> list[PinCard]:
-        """Those of a salt; of a model that is not in memory, those that it will have again.
+        """Those of a salt, of both kinds; of a model that is not in memory, those that it will have again.
 
         Raises:
             NotReady: it is loading, or has failed.
@@ -95,10 +112,11 @@ class Pins:
         if served.state == "unloaded":
             async with self._leaving:
                 kept = [pin for pin in self._kept.get(served, ()) if pin.ttl_s is None or pin.ttl_s > 0]
-            return [PinCard(pin.id, len(pin.token_ids)) for pin in kept if pin.cache_salt == cache_salt]
-        namespace = served.engine.namespace(cache_salt)
-        pins = await served.engine.call(lambda core: core.cache.pins(namespace))
-        return [PinCard(pin.id, pin.num_tokens) for pin in pins]
+            return [PinCard(pin.id, len(pin.token_ids), pin.exact_kv) for pin in kept if pin.cache_salt == cache_salt]
+        engine = served.engine
+        namespaces = engine.namespaces(cache_salt)
+        pins = await engine.call(lambda core: core.cache.pins())
+        return [PinCard(pin.id, pin.num_tokens, _is_exact(engine, pin)) for pin in pins if pin.namespace in namespaces]
 
     async def lift(self, served: ServedModel, pin_id: int) -> None:
         """One of `of`: what it held goes when its room is wanted."""
@@ -120,10 +138,10 @@ class Pins:
             task.add_done_callback(self._tasks.discard)
 
     async def _fill(self, served: ServedModel, kept: Sequence[_Kept]) -> None:
-        once = SamplingParams(max_tokens=1, temperature=0.0)
         try:
             for pin in kept:
                 engine = served.engine
+                once = SamplingParams(max_tokens=1, temperature=0.0, exact_kv=pin.exact_kv)
                 async with engine.generate(pin.token_ids.tolist(), once, cache_salt=pin.cache_salt) as stream:
                     await stream.output()
                 await self._put_again(served, pin, only_if_there=True)
@@ -137,7 +155,7 @@ class Pins:
         if ttl_s is not None and ttl_s <= 0:
             return
         engine = served.engine
-        namespace = engine.namespace(kept.cache_salt)
+        namespace = engine.namespace_for(kept.cache_salt, exact_kv=kept.exact_kv)
         if only_if_there:
             there = await engine.call(lambda core: core.cache.pins(namespace))
             if kept.id not in [pin.id for pin in there]:
@@ -147,3 +165,8 @@ class Pins:
         )
         if pin is None:
             log_fields(logger, "pin lifted", {"model": served.name, "pin": kept.id, "reason": "the cache is smaller"})
+
+
+def _is_exact(engine: AsyncEngine, pin: Pin) -> bool:
+    """Whether usual requests have nothing of it: never where an engine rounds nothing."""
+    return pin.namespace != engine.namespace(pin.label)
