@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from models.tiny import LLAMA, llama_tensors, write_gguf
-from spolia.engine import LLM, RequestOutput, SamplingParams
+from spolia.engine import LLM, MissReason, RequestOutput, SamplingParams
 from spolia.kernels.cpu import levels
 
 
@@ -45,6 +45,16 @@ def test_the_next_turn_after_a_restart_is_warm_and_equal_to_the_bit(model, tmp_p
     assert warm.num_restored_tokens == {"disk": (len(PROMPT) + 11) // 16 * 16}
     assert cold.num_cached_tokens == 0
     assert warm.token_ids == cold.token_ids
+
+
+def test_after_a_restart_what_filled_no_block_was_too_short_and_new_text_is_new(model, tmp_path):
+    ask(model, tmp_path)
+    again = ask(model, tmp_path)
+    assert again.ranges == ((0, 192, "disk", None), (192, 200, "computed", MissReason.TOO_SHORT))
+    assert again.explanation is not None
+    assert again.explanation.reason is MissReason.TOO_SHORT
+    turn = ask(model, tmp_path, [*PROMPT[:192], *tokens(40, seed=1)])
+    assert turn.ranges == ((0, 192, "disk", None), (192, 232, "computed", MissReason.NEVER_SEEN))
 
 
 def test_a_restart_with_another_thread_count_budget_and_memory_finds_it_too(model, tmp_path):

@@ -206,6 +206,28 @@ def test_a_session_knows_that_what_a_tier_has_not_was_too_short():
     assert (hit.explanation.reason, hit.explanation.until) == (MissReason.TOO_SHORT, 53)
 
 
+def test_the_rest_of_a_prompt_that_a_tier_brought_back_was_too_short_if_it_fills_no_block():
+    """After a restart, and nothing is known of the conversation."""
+    world = World(GroupSpec(16))
+    world.remember(tokens(48))
+    named(world, tokens(48))
+
+    def reason(token_ids, **options):
+        return looked_up(world, token_ids, **options).explanation.reason
+
+    assert reason(tokens(53)) is MissReason.NEVER_SEEN  # it had been on the device
+    assert reason(tokens(53), num_restored=48) is MissReason.TOO_SHORT
+    assert reason(tokens(63), num_restored=48) is MissReason.TOO_SHORT
+    assert reason(tokens(64), num_restored=48) is MissReason.NEVER_SEEN  # a tier might have had the block
+    assert reason(tokens(53), num_restored=32) is MissReason.NEVER_SEEN
+    assert reason(tokens(49), num_restored=48) is MissReason.FULL
+    # That the conversation ends where the tier did is known: new text.
+    assert reason(tokens(53), num_restored=48, history=History(48)) is MissReason.NEVER_SEEN
+    world.remember(np.append(tokens(48), tokens(20, 900)))
+    assert reason(tokens(53), num_restored=48) is MissReason.DIVERGED
+    assert world.cache.stats.num_missed_tokens[MissReason.TOO_SHORT] == 0  # no lease grew
+
+
 def test_what_is_computed_for_its_results_is_told_from_what_is_not_there():
     world = World(GroupSpec(16))
     world.remember(tokens(60))

@@ -401,6 +401,7 @@ class Scheduler:
             wishes=() if sequence.num_shifted_tokens else request.wishes,  # they go by places
             most=sequence.num_scored,
             history=request.history,
+            num_restored=sequence.restored[-1][1] if sequence.restored else 0,
         )
         start = lease.num_computed_tokens
         stop = min(sequence.num_tokens, start + budget)

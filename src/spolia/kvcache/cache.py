@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -154,6 +154,7 @@ class KVCache:
         wishes: Sequence[Wish] = (),
         most: int | None = None,
         history: History | None = None,
+        num_restored: int = 0,
     ) -> Lease:
         """Find the longest usable prefix and hold it. Never fails: no hit is a hit of 0 tokens.
 
@@ -166,8 +167,9 @@ class KVCache:
             wishes: how long what it uses and computes is worth keeping.
             most: reuse so many tokens at most: the model's results for the others are wanted. None: all that can be.
             history: what is known of the tokens; it tells reasons apart that look alike from here.
+            num_restored: where what was brought up for it from elsewhere ends; 0: nothing was.
         """
-        path, hit = self._look_up(namespace, _as_ids(token_ids), most, history)
+        path, hit = self._look_up(namespace, _as_ids(token_ids), most, history, num_restored)
         if not resumed:
             self._retention.hit(path)
         gaps = None if resumed else self.stats.reuse_gaps
@@ -683,7 +685,12 @@ class KVCache:
     # -- Parts ---------------------------------------------------------------------------------------------------------
 
     def _look_up(
-        self, namespace: bytes, ids: Ids, most: int | None = None, history: History | None = None
+        self,
+        namespace: bytes,
+        ids: Ids,
+        most: int | None = None,
+        history: History | None = None,
+        num_restored: int = 0,
     ) -> tuple[list[RadixNode], PrefixHit]:
         path, matched = self._tree.match(namespace, ids)
         last = path[-1] if path else self._tree.roots.get(namespace)
@@ -694,6 +701,10 @@ class KVCache:
             explanation = Explanation(MissReason.FULL, None, matched)
         elif length == known:
             explanation = self._explain_end(last, matched, ids.item(matched), history)
+            # Nothing tells whether they were computed before; no other tier could have kept them, and it kept the rest.
+            is_rest = history is None and matched == num_restored and len(ids) - matched < self.block_size
+            if is_rest and explanation.reason is MissReason.NEVER_SEEN:
+                explanation = replace(explanation, reason=MissReason.TOO_SHORT)
         else:
             reason = MissReason.RESULTS_WANTED if most is not None else MissReason.OUTSIDE_WINDOW
             beyond = self._explain_end(last, matched, ids.item(matched), history) if matched < len(ids) else None

@@ -39,7 +39,8 @@ class MissReason(StrEnum):
     OUTSIDE_WINDOW = "outside_window"
     """The tokens are known, but a window group no longer has the blocks that the next token would look at."""
     TOO_SHORT = "too_short"
-    """They were computed once, but other tiers keep whole blocks only: these were too few to fill one."""
+    """Other tiers keep whole blocks only, and these were too few for one. They were computed once, or may have been:
+    what is before them came back from a tier, the prompt ends with them, and nothing is known of the conversation."""
     RESULTS_WANTED = "results_wanted"
     """Cached or not: what the model says of each of these tokens was asked for, and that no cache keeps."""
     TEMPLATE_DRIFT = "template_drift"
