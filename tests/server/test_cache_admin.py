@@ -684,6 +684,19 @@ def test_a_pin_holds_the_kv_of_its_kind_and_is_listed_and_lifted_as_any(rounding
     assert rounding.lookup(ids, **kind)[0] == 0
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_looking_at_a_session_brings_up_the_kv_of_its_kind(rounding, is_exact):
+    kind, other = {"exact_kv": is_exact}, {"exact_kv": not is_exact}
+    session = httpx.post(f"{rounding.url}/v1/sessions", json={"ttl": 100}).json()["id"]
+    answer(rounding, prompt(0), session=session, **kind)
+    eventually(lambda: rounding.lookup(prompt(0), **kind)[1]["disk"] == 96)
+    rounding.post("clear", all=True, tiers=False)
+    assert rounding.lookup(prompt(0), **kind)[0] == 0
+    httpx.get(f"{rounding.url}/v1/sessions/{session}").raise_for_status()
+    eventually(lambda: rounding.lookup(prompt(0), **kind)[0] == 96)
+    assert rounding.lookup(prompt(0), **other)[0] == 0
+
+
 def test_what_is_rounded_goes_away_and_comes_back_as_rounded(rounding):
     said = answer(rounding, prompt(0))[0]
     carried = httpx.post(f"{rounding.url}/v1/cache/export", json={"prompt": prompt(0)}, timeout=60).content

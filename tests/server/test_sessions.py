@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.toy import ToyCodec
 from spolia.engine import SessionStore
 from spolia.engine.session_files import SessionFiles
 from spolia.server.resuming import ResumableStreams
@@ -264,11 +265,13 @@ def test_text_and_messages_do_not_mix(server):
     assert "of text" in server.call("POST", "/v1/chat/completions", **body, status=400)["error"]["message"]
 
 
-def test_what_a_closed_session_alone_used_goes_first():
-    engine = chatty_engine(num_blocks=14)
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("codec", [None, ToyCodec()])
+def test_what_a_closed_session_alone_used_goes_first(codec, is_exact):
+    engine = chatty_engine(num_blocks=14, codec=codec)
     with serving({"toy": engine}) as url:
         server = Server(url)
-        fields = {"max_tokens": 1, "temperature": 0}
+        fields = {"max_tokens": 1, "temperature": 0, "exact_kv": is_exact}
 
         def cached(prompt: list[int]) -> int:
             usage = server.call("POST", "/v1/completions", prompt=prompt, **fields)["usage"]

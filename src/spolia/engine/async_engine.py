@@ -361,25 +361,38 @@ class AsyncEngine:
         return frozenset(self._salts)
 
     def spend(self, token_ids: Sequence[int], *, cache_salt: str = "") -> None:
-        """Nobody goes on from these tokens any more: what of their KV nobody else uses goes first. Does not wait.
+        """Nobody goes on from these tokens any more: what of their KV, exact and usual, nobody else uses goes first.
+
+        Does not wait.
 
         Raises:
             Overloaded, Bug: as `generate`.
         """
-        namespace = self._admission.namespace(cache_salt)
-        self._thread.call(lambda core: core.cache.spend(namespace, token_ids))
+        namespaces = self.namespaces(cache_salt)
+
+        def spend(core: EngineCore) -> None:
+            for namespace in namespaces:
+                core.cache.spend(namespace, token_ids)
+
+        self._thread.call(spend)
 
     def expect(self, sessions: Sequence[Session]) -> None:
         """Likely, these sessions go on next: what lies in tiers of their KV is brought up, the first first.
 
-        Only into memory that is free, and only while no request waits for a tier. Does not wait.
+        What there is of exact KV as well, after the other: a session does not say how it goes on. Only into memory that
+        is free, and only while no request waits for a tier. Does not wait.
         """
-        wanted = [(self.namespace(session.cache_salt), tuple(session.token_ids)) for session in sessions]
+        wanted = [
+            (self.namespace(session.cache_salt), self.exact_namespace(session.cache_salt), tuple(session.token_ids))
+            for session in sessions
+        ]
 
         def bring(core: EngineCore) -> None:
             if core.tiering.tiers.uses:
-                for namespace, token_ids in wanted:
-                    core.tiering.transfers.bring(namespace, token_ids)
+                for usual, exact, token_ids in wanted:
+                    core.tiering.transfers.bring(usual, token_ids)
+                    if exact != usual:
+                        core.tiering.transfers.bring(exact, token_ids, is_exact=True)
 
         with suppress(SpoliaError):  # an engine that has ended brings nothing
             self._thread.call(bring)
