@@ -10,7 +10,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from spolia.errors import InvalidRequest
 from spolia.server import ServerConfig, read_keys
 from spolia.server.access import Account, KeyRing, KeySettings
 from spolia.server.errors import RateLimited
+from spolia.server.responses import endpoints
+from spolia.server.resuming import ResumableStreams
 
 from .harness import Pace, chatty_engine, eventually, metric, serving
 from .process import server_process
@@ -552,6 +554,60 @@ def test_serve_speaks_https_asks_for_keys_and_logs_json(tmp_path: Path, smollm2_
 def test_half_a_certificate_is_refused_at_birth(field):
     with pytest.raises(ValueError, match="tls_"):
         ServerConfig(**field)
+
+
+@contextmanager
+def fresh_server(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "keys.toml").write_text(KEYS)
+    engine = chatty_engine(num_blocks=256)
+    with serving({"toy": engine}, ServerConfig(keys=tmp_path / "keys.toml")) as url:
+        yield url
+    asyncio.run(engine.aclose())
+
+
+@pytest.mark.parametrize("limit", [{"_MAX_STORED": 4}, {"_MAX_STORED_BYTES": 15_000}])
+def test_who_keeps_many_responses_pushes_out_nobody_elses(tmp_path, monkeypatch, limit):
+    for name, value in limit.items():
+        monkeypatch.setattr(endpoints, name, value)
+    body = {"model": "toy", "input": "x", "max_output_tokens": 4, "metadata": {"long": "x" * 2000}}
+    with fresh_server(tmp_path) as url:
+
+        def answer(whose: str) -> str:
+            reply = httpx.post(f"{url}/v1/responses", json=body, headers=bearer(whose)).raise_for_status()
+            return str(reply.json()["id"])
+
+        def kept(whose: str, ids: list[str]) -> list[bool]:
+            paths = [f"{url}/v1/responses/{id_}" for id_ in ids]
+            return [httpx.get(path, headers=bearer(whose)).status_code == 200 for path in paths]
+
+        bobs = [answer(BOB)]
+        alices = [answer(ALICE) for _ in range(8)]
+        assert kept(BOB, bobs) == [True]
+        there = kept(ALICE, alices)
+        assert there == sorted(there)
+        assert set(there) == {False, True}
+        bobs.append(answer(BOB))
+        answer(ALICE)
+        assert kept(BOB, bobs) == [True, True]
+
+
+def test_who_keeps_many_streams_makes_room_for_those_with_fewer(tmp_path, monkeypatch):
+    monkeypatch.setattr(ResumableStreams.__init__, "__defaults__", (300.0, 4))
+    body = {"prompt": [5], "max_tokens": 4, "stream": True, "resumable": True}
+    with fresh_server(tmp_path) as url:
+
+        def ask(whose: str) -> httpx.Response:
+            return httpx.post(f"{url}/v1/completions", json=body, headers=bearer(whose))
+
+        def kept(whose: str, id_: str) -> bool:
+            return httpx.get(f"{url}/v1/streams/{id_}", headers=bearer(whose)).status_code == 200
+
+        alices = [ask(ALICE).headers["x-request-id"] for _ in range(4)]
+        assert ask(ALICE_2).status_code == 429  # of the tenant that has them all
+        bobs = [ask(BOB).raise_for_status().headers["x-request-id"] for _ in range(2)]
+        assert ask(BOB).status_code == 429  # half are theirs
+        assert [kept(ALICE, id_) for id_ in alices] == [False, False, True, True]
+        assert [kept(BOB, id_) for id_ in bobs] == [True, True]
 
 
 def test_no_tenant_deletes_anothers_response_or_its_stream(url):

@@ -3,12 +3,14 @@
 Generation goes on while nobody reads. Each event has a number, told as SSE's `id:`; lines of JSON are counted from 0.
 A client that comes back says the last one it saw (`Last-Event-ID`, or `?after=`), and gets the rest as it comes. A
 stream is kept for five minutes after its last reader has gone, or after its end; one that nobody comes back to, or ever
-came to, is aborted then. `ResumableStreams.end` ends it before.
+came to, is aborted then. `ResumableStreams.end` ends it before. Where too many are kept, the tenant with the most
+of them makes room for others.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 from starlette.requests import Request
@@ -61,6 +63,10 @@ class _Stream:
         self._expiry: asyncio.TimerHandle | None = None
         self._pump: asyncio.Task[None] | None = None
 
+    @property
+    def is_read(self) -> bool:
+        return bool(self._readers)
+
     def start(self, events: AsyncIterator[bytes]) -> None:
         self._pump = asyncio.ensure_future(self._fill(events))
         self._wait_for_reader()  # the client may have gone before its response began
@@ -88,6 +94,8 @@ class _Stream:
 
     def enter(self, reader: _Reader) -> None:
         self._readers.add(reader)
+        if self._has_ended:  # after it was found
+            reader.leave()
         if self._expiry is not None:
             self._expiry.cancel()
 
@@ -182,10 +190,14 @@ class ResumableStreams:
         Raises:
             Overloaded: too many are kept; nothing was begun.
         """
-        if len(self._by_id) >= self._max_streams:
+        tenant = current_caller().tenant
+        if len(self._by_id) >= self._max_streams and not self._make_room(tenant):
             abort()
-            raise Overloaded(f"{self._max_streams} resumable streams are kept, as many as may; leave `resumable` out")
-        stream = _Stream(kind, current_caller().tenant, abort, lambda: self._forget(stream_id), self._kept_s)
+            raise Overloaded(
+                f"{self._max_streams} resumable streams are kept, as many as may; your tenant has the most of them, "
+                "or those of whoever has are all being read; leave `resumable` out, or ask again later"
+            )
+        stream = _Stream(kind, tenant, abort, lambda: self._forget(stream_id), self._kept_s)
         self._by_id[stream_id] = stream
         stream.start(events)
         return _Reader(stream, 0).response(headers)
@@ -227,6 +239,20 @@ class ResumableStreams:
                 param="after",
             )
         return _Reader(stream, int(last) + 1).response({"x-request-id": stream_id})
+
+    def _make_room(self, tenant: str | None) -> bool:
+        """End the oldest that nobody reads, one that is over first, of the tenant that has most, if that is more."""
+        held = Counter(stream.tenant for stream in self._by_id.values())
+        most = max(held, key=held.__getitem__)
+        if held[most] <= held[tenant]:
+            return False
+        unread = {id_: stream for id_, stream in self._by_id.items() if stream.tenant == most and not stream.is_read}
+        if not unread:
+            return False
+        stream_id = min(unread, key=lambda id_: not unread[id_].is_over)
+        self._forget(stream_id)
+        unread[stream_id].end()
+        return True
 
     def _find(self, stream_id: str) -> _Stream | None:
         stream = self._by_id.get(stream_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,7 +63,7 @@ class ResponsesEndpoints:
     def __init__(self, models: ServedModels, config: ServerConfig) -> None:
         self._models = models
         self._config = config
-        self._stored: OrderedDict[str, _Stored] = OrderedDict()
+        self._stored: dict[str, _Stored] = {}  # the oldest first
         self._running: dict[str, _Reply] = {}  # whose events are kept: in the background, or resumable
         self._num_bytes = 0
 
@@ -141,8 +141,8 @@ class ResponsesEndpoints:
             await running.cancel()
         streams: ResumableStreams = request.app.state.resumable_streams
         if not streams.end(response_id) or self._is_stored(response_id):
-            self._num_bytes -= self._find(response_id).num_bytes
-            del self._stored[response_id]
+            self._find(response_id)
+            self._forget(response_id)
         return _json({"id": response_id, "object": "response", "deleted": True})
 
     async def list_input(self, request: Request, response_id: str) -> Response:
@@ -257,7 +257,23 @@ class ResponsesEndpoints:
         self._stored[reply.id] = _Stored(reply.tenant, items, shown, num_bytes)
         self._num_bytes += num_bytes
         while len(self._stored) > _MAX_STORED or self._num_bytes > _MAX_STORED_BYTES:
-            self._num_bytes -= self._stored.popitem(last=False)[1].num_bytes
+            self._forget(self._next_to_go(reply.tenant))
+
+    def _next_to_go(self, adding: str | None) -> str:
+        """The oldest of the tenant that has most of what there is too much of: nobody pushes out who has no more.
+
+        Args:
+            adding: the tenant whose response is one too many; of those that have as much, it gives way.
+        """
+        held = Counter[str | None]()
+        are_too_many = len(self._stored) > _MAX_STORED
+        for stored in self._stored.values():
+            held[stored.tenant] += 1 if are_too_many else stored.num_bytes
+        most = max(held, key=lambda tenant: (held[tenant], tenant == adding))
+        return next(id_ for id_, stored in self._stored.items() if stored.tenant == most)
+
+    def _forget(self, response_id: str) -> None:
+        self._num_bytes -= self._stored.pop(response_id).num_bytes
 
 
 class _Reply:
