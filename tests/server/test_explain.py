@@ -172,6 +172,19 @@ def test_a_nonce_in_the_system_message_is_named_by_message_and_field(roomy):
     assert choice["reason"] == "diverged"
 
 
+def test_a_choice_that_ends_after_another_names_the_request_before_and_not_its_sister(roomy):
+    url = f"{roomy.url}/v1/chat/completions"
+    first = httpx.post(url, json={"messages": [SYSTEM, ASK], "max_tokens": 4}, timeout=60).json()
+    messages = [{**SYSTEM, "content": "session=4712 You help."}, ASK]
+    drawn = {"n": 2, "seed": 3, "temperature": 1.0, "max_tokens": 60, "stop": ["a", "e", "t", " "]}
+    reply = httpx.post(url, json={"messages": messages, **drawn}, timeout=60).json()
+    assert [choice["finish_reason"] for choice in reply["choices"]] == ["length", "stop"]
+    told, sister = httpx.get(f"{roomy.url}/v1/cache/explain/{reply['id']}", timeout=60).json()["choices"]
+    assert (told["reason"], sister["reason"]) == ("diverged", "full")
+    assert told["earlier_request"] == f"{first['id']}-0"
+    assert told["message"]["character"] == 11
+
+
 def test_other_tools_are_named(roomy):
     tool = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}
     roomy.chat(ASK, tools=[tool])

@@ -81,6 +81,7 @@ class Answer:
         self._messages = messages
         self._turn = turn
         self._explained: dict[int, dict[str, Any]] = {}
+        self._earlier: Conversation | None = None
         self._caller = current_caller()
         self._deadline: asyncio.TimerHandle | None = None
         self._is_read = False
@@ -461,7 +462,9 @@ class Answer:
 
     def _keep_explanation(self, choice: int, output: RequestOutput) -> None:
         served = self._served
-        explained = explain(output, self._engine.model.tokenizer, messages=self._messages, log=served.conversations)
+        if self._messages is not None and not self._explained:  # later the log has this request's own choices
+            self._earlier = served.conversations.closest(output.namespace, self._messages)
+        explained = explain(output, self._engine.model.tokenizer, messages=self._messages, earlier=self._earlier)
         self._explained[choice] = explained
         served.explained.add(self.id, choice, explained, self._caller.tenant)
 

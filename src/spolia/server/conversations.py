@@ -102,7 +102,8 @@ class ConversationLog:
             return None
         return earlier if self.difference(earlier, messages) is None else None
 
-    def difference(self, earlier: Conversation, messages: Sequence[Message]) -> Difference | None:
+    @staticmethod
+    def difference(earlier: Conversation, messages: Sequence[Message]) -> Difference | None:
         """Where `messages` say something else than that conversation and its reply; None if they go on from it."""
         expected = [*earlier.messages, {"role": "assistant", "content": earlier.reply}]
         difference = compare_messages(expected, messages)

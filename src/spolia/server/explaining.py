@@ -8,7 +8,7 @@ from typing import Any
 
 from spolia.engine import Embedding, Explanation, MissReason, RequestOutput, TokenRange
 from spolia.models import Tokenizer
-from spolia.server.conversations import ConversationLog, Difference
+from spolia.server.conversations import Conversation, ConversationLog, Difference
 
 __all__ = ["ExplainLog", "explain", "explain_embedding"]
 
@@ -21,13 +21,13 @@ def explain(
     tokenizer: Tokenizer,
     *,
     messages: Sequence[Mapping[str, Any]] | None = None,
-    log: ConversationLog | None = None,
+    earlier: Conversation | None = None,
 ) -> dict[str, Any]:
     """Explain a request that has ended, in what JSON can say.
 
     Args:
         messages: the history that the prompt was rendered from, if it was.
-        log: the conversations before this one.
+        earlier: the conversation before this one that is closest to it.
     """
     why, namespace = output.explanation, output.namespace
     facts: dict[str, Any] = {
@@ -39,13 +39,11 @@ def explain(
     if why is None:
         return facts
     is_otherwise = why.reason in (MissReason.DIVERGED, MissReason.TEMPLATE_DRIFT)
-    if is_otherwise and messages is not None and log is not None:
-        earlier = log.closest(namespace, messages)
-        if earlier is not None:
-            difference = log.difference(earlier, messages)
-            if difference is not None:
-                facts["message"] = _message(difference, messages)
-            facts["earlier_request"] = earlier.id
+    if is_otherwise and messages is not None and earlier is not None:
+        difference = ConversationLog.difference(earlier, messages)
+        if difference is not None:
+            facts["message"] = _message(difference, messages)
+        facts["earlier_request"] = earlier.id
     facts |= _why(why, output.prompt_token_ids, tokenizer)
     if why.evicted is not None:
         facts["evicted_s_ago"] = output.evicted_age_s
