@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 
 import spolia
 from spolia.engine import AsyncEngine
@@ -134,12 +137,12 @@ class _App(FastAPI):
     def __init__(self, routes: Sequence[Route]) -> None:
         super().__init__(title="Spolia", version=spolia.__version__, docs_url=None, redoc_url=None)
         self._bodies = {(route.path, route.method): route.body for route in routes if route.body is not None}
+        self._owned = tuple(routes)
         for route in routes:
-            self.add_api_route(route.path, route.endpoint, methods=[route.method], response_model=None)
+            endpoint = _endpoint_of(route)
+            self.add_api_route(route.path, endpoint, methods=[route.method], response_model=None)
             if route.method == "GET":
-                self.add_api_route(
-                    route.path, route.endpoint, methods=["HEAD"], response_model=None, include_in_schema=False
-                )
+                self.add_api_route(route.path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -151,6 +154,23 @@ class _App(FastAPI):
                 document["paths"][path][method.lower()]["requestBody"] = body
             document.setdefault("components", {}).setdefault("schemas", {}).update(components)
         return super().openapi()
+
+
+def _endpoint_of(route: Route) -> Callable[..., Awaitable[Response]]:
+    """What FastAPI is given, which keeps thousands of functions in caches of its module, also when their app has gone.
+
+    An endpoint is bound to the models of its app, and so the caches would keep engines with all their memory.
+    """
+    there = weakref.ref(route)
+
+    async def respond(**variables: Any) -> Response:
+        owned = there()
+        assert owned is not None, "an app that answers has its routes"
+        return await owned.endpoint(**variables)
+
+    respond.__name__, respond.__doc__ = route.endpoint.__name__, route.endpoint.__doc__
+    setattr(respond, "__signature__", signature(route.endpoint, eval_str=True))  # noqa: B010 - not in the type's stub
+    return respond
 
 
 def _promise(engine: AsyncEngine | Future[AsyncEngine] | ModelSource) -> Future[AsyncEngine] | ModelSource:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 __all__ = ["Route"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Route:
     """One path of an API. A GET is a HEAD too.
 
