@@ -20,10 +20,10 @@ from spolia.engine import (
 )
 from spolia.errors import InvalidRequest
 from spolia.generation import ReasoningSplitter
-from spolia.models import Tokenizer
-from spolia.server.encoding import after_thoughts, prepare_form
+from spolia.models import Model, Tokenizer
 from spolia.server.schema import ChatRequest, CompletionRequest
-from spolia.server.search import Found, Search, refuse_company
+from spolia.server.search import Found, Search, params_of_search, refuse_company
+from spolia.server.toolcalls import ToolUse
 
 __all__ = ["DRAWING", "beam_search"]
 
@@ -39,17 +39,23 @@ DRAWING = (
 
 
 async def beam_search(
-    body: ChatRequest | CompletionRequest, engine: AsyncEngine, thoughts: ReasoningSplitter | None = None
+    body: ChatRequest | CompletionRequest,
+    engine: AsyncEngine,
+    model: Model,
+    thoughts: ReasoningSplitter | None = None,
+    tool_use: ToolUse | None = None,
 ) -> Search | None:
     """What to search; None if the request does not ask for beams.
 
     Raises:
         InvalidRequest: a field that has no meaning with beams, or none without them.
     """
-    params = _beam_params(body, engine.model.tokenizer, thoughts)
-    if params is None:
+    if not body.wants_beams:
+        _check_no_beams(body)
         return None
-    await prepare_form(body, engine, params.scoring)
+    refuse_company(body, "beam search", "penalty_alpha")
+    asked = await params_of_search(body, engine, model, thoughts, tool_use)
+    params = _beam_params(body, model.tokenizer, asked)
 
     def run(
         prompt: list[int], request_id: str, cache_salt: str, tenant: Tenant | None, history: History | None
@@ -70,19 +76,17 @@ async def beam_search(
     return Search("beam search", params.num_beams, params.num_return_sequences or params.num_beams, run)
 
 
-def _beam_params(
-    body: ChatRequest | CompletionRequest, tokenizer: Tokenizer, thoughts: ReasoningSplitter | None
-) -> BeamParams | None:
-    if not body.wants_beams:
-        for name in _ONLY_WITH_BEAMS:
-            neutral: tuple[object, ...] = (None, False, [], 1) if name == "length_penalty" else (None, False, [])
-            if getattr(body, name) not in neutral:
-                raise InvalidRequest(
-                    f"{name} is of beam search; add use_beam_search: true or num_beams, or leave it out", param=name
-                )
-        return None
-    params = after_thoughts(body.sampling_params(0), thoughts)
-    _check_company(body, params)
+def _check_no_beams(body: ChatRequest | CompletionRequest) -> None:
+    for name in _ONLY_WITH_BEAMS:
+        neutral: tuple[object, ...] = (None, False, [], 1) if name == "length_penalty" else (None, False, [])
+        if getattr(body, name) not in neutral:
+            raise InvalidRequest(
+                f"{name} is of beam search; add use_beam_search: true or num_beams, or leave it out", param=name
+            )
+
+
+def _beam_params(body: ChatRequest | CompletionRequest, tokenizer: Tokenizer, params: SamplingParams) -> BeamParams:
+    _check_drawing(body, params)
     if params.max_tokens is None:
         raise InvalidRequest("beam search needs max_tokens: every beam is computed up to there", param="max_tokens")
     num_beams = body.num_candidates if body.num_beams is None else body.num_beams
@@ -107,9 +111,8 @@ def _beam_params(
     )
 
 
-def _check_company(body: ChatRequest | CompletionRequest, params: SamplingParams) -> None:
+def _check_drawing(body: ChatRequest | CompletionRequest, params: SamplingParams) -> None:
     """Refuse what beams cannot honour: an answer that leaves out what was asked for would be a wrong one."""
-    refuse_company(body, "beam search", "penalty_alpha")
     for field in fields(SamplingParams):
         value = getattr(params, field.name)
         is_drawing = field.name in DRAWING and not body.do_sample

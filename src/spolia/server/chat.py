@@ -98,8 +98,9 @@ class ChatEndpoint:
         messages = history(said, tools=body.tools, template=body.chat_template_kwargs)
         thoughts = _thoughts(body, model, ids)
         splitter = None if thoughts is None else thoughts[0]
-        search = await beam_search(body, served.engine, splitter)
-        search = search or await contrastive_search(body, served.engine, splitter)
+        parsers = None if tool_use is None else [tool_use.parser(model) for _ in range(body.num_choices)]
+        search = await beam_search(body, served.engine, model, splitter, tool_use)
+        search = search or await contrastive_search(body, served.engine, model, splitter, tool_use)
         if search is not None:
             return await respond_with_search(
                 request,
@@ -108,9 +109,10 @@ class ChatEndpoint:
                 served,
                 [ids],
                 search,
-                lambda answer: _ChatRendering(body, answer, model.tokenizer, None, thoughts),
+                lambda answer: _ChatRendering(body, answer, model.tokenizer, parsers, thoughts),
                 max_waiting=self._config.max_waiting,
                 messages=messages,
+                turn=turn,
             )
         params = await params_of_choices(body, served.engine, None if tool_use is not None else splitter)
         if tool_use is not None:
@@ -126,7 +128,6 @@ class ChatEndpoint:
             messages=messages,
             turn=turn,
         )
-        parsers = [tool_use.parser(model) for _ in params] if tool_use is not None else None
         answer.num_moved_lines = num_moved_lines
         return await respond(request, body, answer, _ChatRendering(body, answer, model.tokenizer, parsers, thoughts))
 

@@ -56,7 +56,8 @@ class CompletionEndpoint:
         echoes = [""] * len(asked)
         if body.echo:
             echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in asked]
-        search = await beam_search(body, served.engine) or await contrastive_search(body, served.engine)
+        model = served.model
+        search = await beam_search(body, served.engine, model) or await contrastive_search(body, served.engine, model)
         if search is not None:
             return await respond_with_search(
                 request,
@@ -67,6 +68,7 @@ class CompletionEndpoint:
                 search,
                 lambda answer: _CompletionRendering(body, answer, tokenizer, echoes),
                 max_waiting=self._config.max_waiting,
+                turn=turn,
             )
         answer = Answer.submit(
             "cmpl",

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from spolia.engine import AsyncEngine, ContrastiveParams, History, Tenant
 from spolia.errors import InvalidRequest
 from spolia.generation import ReasoningSplitter
-from spolia.server.encoding import after_thoughts, prepare_form
+from spolia.models import Model
 from spolia.server.schema import ChatRequest, CompletionRequest
-from spolia.server.search import Found, Search, refuse_company
+from spolia.server.search import Found, Search, params_of_search, refuse_company
+from spolia.server.toolcalls import ToolUse
 
 __all__ = ["contrastive_search"]
 
@@ -17,7 +18,11 @@ _NAME = "contrastive search"
 
 
 async def contrastive_search(
-    body: ChatRequest | CompletionRequest, engine: AsyncEngine, thoughts: ReasoningSplitter | None = None
+    body: ChatRequest | CompletionRequest,
+    engine: AsyncEngine,
+    model: Model,
+    thoughts: ReasoningSplitter | None = None,
+    tool_use: ToolUse | None = None,
 ) -> Search | None:
     """What to search; None if the request does not ask for it.
 
@@ -26,8 +31,8 @@ async def contrastive_search(
     """
     if not body.penalty_alpha:
         return None
-    asked = after_thoughts(body.sampling_params(0), thoughts)
     refuse_company(body, _NAME, "priority", "ttl", "retention")
+    asked = await params_of_search(body, engine, model, thoughts, tool_use)
     for name, value in (("n", body.n), ("best_of", body.best_of)):
         if value not in (None, 1):
             raise InvalidRequest(f"{name} is {value}; {_NAME} has one answer", param=name)
@@ -46,7 +51,6 @@ async def contrastive_search(
         processing=asked,
         **given,
     )
-    await prepare_form(body, engine, asked)
 
     def run(
         prompt: list[int], _: str, cache_salt: str, tenant: Tenant | None, history: History | None

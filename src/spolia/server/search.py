@@ -11,17 +11,21 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spolia.engine import Delta, History, Tenant, Timings
+from spolia.engine import AsyncEngine, Delta, History, SamplingParams, SessionTurn, Tenant, Timings
 from spolia.errors import InvalidRequest, Overloaded
+from spolia.generation import ReasoningSplitter
+from spolia.models import Model
 from spolia.server.answer import Answer
+from spolia.server.encoding import after_thoughts, prepare_form
 from spolia.server.errors import TookTooLong
 from spolia.server.rendering import Rendering, respond
 from spolia.server.replies import Usage
 from spolia.server.schema import ChatRequest, CompletionRequest
 from spolia.server.served import ServedModel
 from spolia.server.sse import next_of
+from spolia.server.toolcalls import ToolUse
 
-__all__ = ["Found", "Search", "refuse_company", "respond_with_search"]
+__all__ = ["Found", "Search", "params_of_search", "refuse_company", "respond_with_search"]
 
 
 class Found(NamedTuple):
@@ -64,9 +68,30 @@ def refuse_company(body: ChatRequest | CompletionRequest, search: str, *names: s
     """
     if getattr(body, "echo", None) and getattr(body, "logprobs", None) is not None:
         raise InvalidRequest(f"echo with logprobs scores the prompt; {search} does not: leave one out", param="echo")
-    for name in ("session", "tools", *names):
+    for name in names:
         if getattr(body, name, None):
             raise InvalidRequest(f"{name} does not go with {search}; leave it out", param=name)
+
+
+async def params_of_search(
+    body: ChatRequest | CompletionRequest,
+    engine: AsyncEngine,
+    model: Model,
+    thoughts: ReasoningSplitter | None,
+    tool_use: ToolUse | None,
+) -> SamplingParams:
+    """What is asked of the answer, with its form, and that of the tools' calls, compiled on another thread.
+
+    Args:
+        model: the engine's, with the template that the prompt was made by.
+        thoughts: what will tell them from the answer, to which alone the form applies.
+
+    Raises:
+        InvalidRequest: a parameter is impossible, or a form cannot be compiled; names the client's field.
+    """
+    params = after_thoughts(body.sampling_params(0), None if tool_use is not None else thoughts)
+    await prepare_form(body, engine, params)
+    return params if tool_use is None else await tool_use.prepare(params, engine, model, thoughts)
 
 
 async def respond_with_search(
@@ -80,22 +105,32 @@ async def respond_with_search(
     *,
     max_waiting: int,
     messages: Sequence[Mapping[str, Any]] | None = None,
+    turn: SessionTurn | None = None,
 ) -> Response:
     """Search from each prompt, one after the other. The client's going away ends it.
 
     Args:
         messages: the history that the prompt was rendered from, if it was.
+        turn: of a session, which the only answer becomes part of; of what else was looked at nothing stays.
 
     Raises:
         InvalidRequest: a prompt does not fit the context.
         Overloaded: too many wait, or it took longer than an answer may.
+        SessionBusy: it is not the turn's turn.
     """
     if served.num_waiting + len(prompts) * search.num_rows > max_waiting:
         raise Overloaded(
             f"{served.num_waiting} requests are waiting, of at most {max_waiting}, and {search.name} asks for "
             f"{search.num_rows} at a time for each of {len(prompts)} prompts; try again later, or with fewer"
         )
-    answer = _SearchAnswer(kind, served, search, prompts, body.cache_salt or "", messages)
+    if turn is not None:
+        turn.begin()
+    try:
+        answer = _SearchAnswer(kind, served, search, prompts, body.cache_salt or "", messages, turn)
+    except BaseException:
+        if turn is not None:
+            turn.abandon()
+        raise
     return await respond(request, body, answer, rendering(answer))
 
 
@@ -110,8 +145,9 @@ class _SearchAnswer(Answer):
         prompts: Sequence[list[int]],
         cache_salt: str,
         messages: Sequence[Mapping[str, Any]] | None,
+        turn: SessionTurn | None,
     ) -> None:
-        super().__init__(kind, served, search.num_choices, messages)
+        super().__init__(kind, served, search.num_choices, messages, turn)
         caller = self._caller
         salt = caller.cache_salt(cache_salt)
         known = self.history(served.engine.search_namespace(salt))
@@ -159,6 +195,8 @@ class _SearchAnswer(Answer):
                     # Before the client hears of the end, and goes on from it.
                     self.remember(*(choice for choice, delta in deltas if delta.output is not None))
                     for choice, delta in deltas:
+                        if delta.output is not None and self._turn is not None:
+                            await self._turn.session.kept()
                         yield choice, delta
         finally:
             self.abort()
@@ -192,6 +230,8 @@ class _SearchAnswer(Answer):
         timings = Timings(None, self._first_s.get(choice), passed_s)
         output = replace(delta.output, request_id=f"{self.id}-{choice}", timings=timings)
         self.take(choice, output)
+        if self._turn is not None:
+            self._turn.finish(output.token_ids, output.text)
         if found.beam is not None:
             self.beams.append({"index": choice, **found.beam})
         return choice, replace(delta, output=output)
