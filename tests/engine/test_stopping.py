@@ -158,6 +158,15 @@ def test_below_min_tokens_a_match_does_not_end_the_answer():
     assert len(output.token_ids) > 5
 
 
+@pytest.mark.parametrize(
+    ("pattern", "place"),
+    [("ab(c", "at character 3, '(c': unclosed group"), ("a/[b", "at character 3, '[b': unclosed character class")],
+)
+def test_an_expression_that_is_none_is_refused_with_the_place_in_it(pattern, place):
+    with pytest.raises(InvalidRequest, match=f"stop_regex cannot be compiled: {re.escape(place)}$"):
+        submit(toy_engine(), PROMPT, greedy(stop_regex=pattern))
+
+
 def test_an_expression_that_would_drown_a_backtracking_matcher_does_not_hold_up_the_engine():
     stream = PatternTextStream(lambda _: b"a" * 40, pattern=StopPattern("(a+)+b"))
     for _ in range(50):

@@ -163,6 +163,8 @@ REFUSED = [
     ({"prompt": ["a", "b"], "id_slot": 0}, "id_slot"),
     ({"prompt": {"prompt_string": "x", "multimodal_data": ["AA=="]}}, "prompt"),
     ({"prompt": []}, "prompt"),
+    ({"grammar": "root ::= ("}, "grammar"),
+    ({"json_schema": {"type": "list"}}, "json_schema"),
 ]
 
 

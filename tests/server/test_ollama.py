@@ -151,6 +151,13 @@ BAD = [
     ("/api/chat", {"messages": [{"role": "user", "content": "x"}], "options": {"top_p": 7}}, 400, "top_p"),
     ("/api/chat", {"messages": [{"role": "user", "content": "x"}], "options": {"mirostat": 1}}, 400, "mirostat"),
     ("/api/chat", {"messages": [{"role": "user", "content": "x"}], "format": "xml"}, 400, "format"),
+    (
+        "/api/chat",
+        {"messages": [{"role": "user", "content": "x"}], "format": {"type": "list"}},
+        400,
+        "format: the JSON",
+    ),
+    ("/api/generate", {"prompt": "x", "format": {"type": "list"}}, 400, "format: the JSON"),
     ("/api/generate", {"prompt": "x", "context": [-1], "raw": True}, 400, "context"),
     ("/api/generate", {"prompt": "x", "template": "{{ .Prompt }}"}, 400, "template"),
     ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "filling in"),

@@ -189,6 +189,7 @@ BAD = [
     ({"max_output_tokens": -1}, "max_output_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"text": {"format": {"type": "xml"}}}, "text"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "list"}}}}, "text.format"),
     ({"background": True, "store": False}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),

@@ -533,6 +533,22 @@ def test_a_schema_that_cannot_be_held_is_refused_by_name(client):
     assert refused.value.param == "tools"
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_schema_that_cannot_be_compiled_is_refused_with_the_tool_and_the_place(client, choice):
+    wrong = {"type": "object", "properties": {"days": {"type": "array", "items": {"type": "nothing"}}}}
+    bad = {"type": "function", "function": {"name": "it", "strict": True, "parameters": wrong}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            model="toy",
+            messages=[{"role": "user", "content": "hello"}],
+            tools=[tool("weather", strict=True), bad],
+            tool_choice=choice,
+        )
+    assert refused.value.param == "tools"
+    said = "tools.1 (it): the JSON Schema cannot be compiled: at #/properties/days/items: Invalid type: nothing"
+    assert refused.value.body["message"] == said
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_answer_that_has_a_form_may_be_a_call_instead(client, strict):
     schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}

@@ -11,6 +11,7 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 from spolia.errors import InvalidRequest
+from spolia.generation.form_errors import explain_regex
 from spolia.generation.text import TextStream, TextUpdate
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class StopPattern:
         for wrapped in (pattern, f"(?s:.*)(?:{pattern})(?s:.*)"):
             matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_regex(wrapped), log_level=0)
             if matcher.is_error():
-                raise InvalidRequest(f"stop_regex cannot be compiled: {matcher.get_error()}", param="stop_regex")
+                where = explain_regex(pattern, matcher.get_error())
+                raise InvalidRequest(f"stop_regex cannot be compiled: {where}", param="stop_regex")
         if matcher.is_accepting():
             raise InvalidRequest(
                 f"stop_regex is {pattern!r}, which matches the empty text: every answer would be empty",

@@ -9,9 +9,10 @@ from spolia.engine import AsyncEngine, SamplingParams
 from spolia.errors import InvalidRequest
 from spolia.generation import ReasoningSplitter
 from spolia.models import Tokenizer
+from spolia.server.sampling import SamplingFields
 from spolia.server.schema import ChatRequest, CompletionRequest
 
-__all__ = ["after_thoughts", "encode", "params_of_choices", "prepare_form"]
+__all__ = ["after_thoughts", "encode", "params_of_choices", "prepare_form", "prepare_form_of"]
 
 # Encoding runs at some 4 MB/s: shorter texts cost less than the way to a thread and back.
 _INLINE_CHARACTERS = 4096
@@ -50,7 +51,7 @@ async def params_of_choices(
     return params
 
 
-async def prepare_form(body: ChatRequest | CompletionRequest, engine: AsyncEngine, params: SamplingParams) -> None:
+async def prepare_form(body: SamplingFields, engine: AsyncEngine, params: SamplingParams) -> None:
     """Compile the form of an answer on another thread.
 
     Raises:
@@ -60,5 +61,16 @@ async def prepare_form(body: ChatRequest | CompletionRequest, engine: AsyncEngin
         await engine.prepare(params)
     except InvalidRequest as error:
         form = body.form()
-        field = "structured_outputs" if form is None else form[0]
-        raise InvalidRequest(str(error).replace("structured_outputs", field, 1), param=field) from None
+        raise _named(error, "structured_outputs" if form is None else form[0]) from None
+
+
+async def prepare_form_of(field: str, engine: AsyncEngine, params: SamplingParams) -> None:
+    """The same where one field has the form."""
+    try:
+        await engine.prepare(params)
+    except InvalidRequest as error:
+        raise _named(error, field) from None
+
+
+def _named(error: InvalidRequest, field: str) -> InvalidRequest:
+    return InvalidRequest(str(error).replace("structured_outputs", field, 1), param=field)

@@ -12,7 +12,7 @@ from spolia.generation import ReasoningSplitter
 from spolia.models import Model
 from spolia.server.answer import Answer
 from spolia.server.conversations import history
-from spolia.server.encoding import after_thoughts
+from spolia.server.encoding import after_thoughts, prepare_form_of
 from spolia.server.prompting import Conversation
 from spolia.server.served import ServedModel
 from spolia.server.sse import watch_for_disconnect
@@ -56,8 +56,9 @@ class Turn:
         max_waiting: int,
         wishes: Callable[[Sequence[int]], Awaitable[Sequence[Wish]]] | None = None,
         is_limit_soft: bool = False,
+        form_field: str = "structured_outputs",
     ) -> Turn:
-        """Queue the turn; `is_limit_soft` is that of `Answer.submit`.
+        """Queue the turn; `is_limit_soft` is that of `Answer.submit`, `form_field` where the client asks for a form.
 
         Raises:
             InvalidRequest, Overloaded: as `Conversation.encode` and `Answer.submit`.
@@ -68,7 +69,7 @@ class Turn:
         splitter = splitter_of(model, ids)
         if tool_use is None:
             params = after_thoughts(params, splitter)
-        await served.engine.prepare(params)
+        await prepare_form_of(form_field, served.engine, params)
         if tool_use is not None:
             params = await tool_use.prepare(params, served.engine, model, splitter)
         answer = Answer.submit(

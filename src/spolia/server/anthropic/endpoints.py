@@ -70,6 +70,7 @@ class AnthropicEndpoints:
             max_waiting=self._config.max_waiting,
             wishes=keep,
             is_limit_soft=True,
+            form_field="output_config",
         )
         message = _Message(turn, body, marked)
         headers = {"x-request-id": turn.answer.id}

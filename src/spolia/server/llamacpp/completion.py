@@ -19,6 +19,7 @@ from spolia.models import Tokenizer
 from spolia.server.access import current_caller
 from spolia.server.answer import Answer
 from spolia.server.config import ServerConfig
+from spolia.server.encoding import prepare_form
 from spolia.server.errors import llamacpp_error_body
 from spolia.server.llamacpp.schema import SamplingBody, settings_of
 from spolia.server.replies import Progress
@@ -43,7 +44,7 @@ async def respond(
         check_slot(served, id_slot)
         if len(prompts) * len(params) != 1:
             raise InvalidRequest("id_slot is given, and a slot has one completion at a time", param="id_slot")
-    await served.engine.prepare(params[0])
+    await prepare_form(body, served.engine, params[0])
     salt = body.cache_salt or ""
     if body.cache_prompt is False:
         salt = f"{salt}\0{uuid.uuid4().hex}"  # nobody else's, so nothing is there, and nothing of it is found

@@ -19,7 +19,7 @@ from spolia.server.answer import Answer
 from spolia.server.body import read_body
 from spolia.server.config import ServerConfig
 from spolia.server.embeddings import check_dimensions, embed, encoded, normalised
-from spolia.server.encoding import after_thoughts, encode
+from spolia.server.encoding import after_thoughts, encode, prepare_form_of
 from spolia.server.errors import ollama_error_body
 from spolia.server.fill_in import infill_ids
 from spolia.server.ollama.schema import ChatRequest, EmbeddingRequest, EmbedRequest, GenerateRequest
@@ -98,7 +98,7 @@ class OllamaEndpoints:
         ids = await _prompt_ids(served, body)
         splitter = None if body.raw else splitter_of(served.model, ids)
         params = after_thoughts(body.sampling_params(served), splitter)
-        await served.engine.prepare(params)
+        await prepare_form_of("format", served.engine, params)
         answer = Answer.submit(
             "gen", served, [ids], [params], cache_salt="", max_waiting=self._config.max_waiting, is_limit_soft=True
         )
@@ -133,6 +133,7 @@ class OllamaEndpoints:
             cache_salt="",
             max_waiting=self._config.max_waiting,
             is_limit_soft=True,
+            form_field="format",
         )
 
         def show(text: str, calls: Sequence[ToolCall], thought: str) -> dict[str, Any]:

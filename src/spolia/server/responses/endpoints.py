@@ -93,6 +93,7 @@ class ResponsesEndpoints:
                 cache_salt=body.cache_salt or "",
                 max_waiting=self._config.max_waiting,
                 is_limit_soft=True,
+                form_field="text.format",
             )
         except PromptTooLong as error:
             told = str(error).replace('"truncate": "head" or "middle"', '"truncation": "auto"')

@@ -149,12 +149,29 @@ class ToolUse:
         except InvalidRequest as error:
             if error.param != "structured_outputs":
                 raise
-            raise InvalidRequest(str(error).replace("structured_outputs", "tools", 1), param="tools") from None
+            wrong = await self._wrong_schema(engine)
+            said = str(error).replace("structured_outputs", "tools", 1) if wrong is None else wrong
+            raise InvalidRequest(said, param="tools") from None
         except RecursionError:
             raise InvalidRequest(
                 "tools: the parameters of one nest too deeply; make them flatter", param="tools"
             ) from None
         return params
+
+    async def _wrong_schema(self, engine: AsyncEngine) -> str | None:
+        """Which tool's schema cannot be compiled by itself, and where; the whole grammar is not the client's."""
+        for index, tool in enumerate(self.tools):
+            function = tool["function"]
+            is_held = function["name"] in (self.names if self.must_call else self.strict_names)
+            if is_held and function.get("parameters") is not None:
+                try:
+                    await engine.prepare(
+                        SamplingParams(structured_outputs=StructuredOutput.of({"json": function["parameters"]}))
+                    )
+                except InvalidRequest as error:
+                    at = f"tools.{index} ({function['name']})"
+                    return str(error).replace("structured_outputs", at, 1)
+        return None
 
 
 def _name_of(tool: object) -> object:
