@@ -201,6 +201,12 @@ def test_an_unknown_model(url, endpoint):
 
 
 @every
+def test_a_misspelt_model_is_told_the_near_one(url, endpoint):
+    check(endpoint, post(url, endpoint, endpoint.body(model="Tooy")), "unknown", "did you mean toy? ")
+    assert "did you mean" not in post(url, endpoint, endpoint.body(model="nobody")).text
+
+
+@every
 def test_a_body_that_is_no_json(url, endpoint):
     check(endpoint, post(url, endpoint, b"{"), "wrong", "JSON")
 

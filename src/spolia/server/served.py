@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -271,7 +272,9 @@ class ServedModels:
         if name is None and self._by_name:
             raise UnknownModel(f"several models are served; say which with `model`: {', '.join(self._by_name)}")
         if name not in self._by_name:
-            raise UnknownModel(f"the model {name!r} does not exist here; served: {', '.join(self._by_name)}")
+            near = difflib.get_close_matches(str(name).lower(), self._by_name, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UnknownModel(f"the model {name!r} does not exist here; {hint}served: {', '.join(self._by_name)}")
         return self._by_name[name]
 
     async def ready(self, name: str | None, *, keep_alive_s: float | None = None) -> ServedModel:
