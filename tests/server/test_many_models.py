@@ -330,7 +330,8 @@ def test_counters_go_on_when_a_model_is_loaded_again(tmp_path: Path):
             assert metric(url, "vllm:prompt_tokens_total") == 50 * turn
             assert metric(url, "sglang:prompt_tokens_total") == 50 * turn
             # Whole blocks are in the tier; what is over is computed each time.
-            assert metric(url, "spolia_missed_prompt_tokens_total", reason="never_seen") == 50 + 2 * (turn - 1)
+            assert metric(url, "spolia_missed_prompt_tokens_total", reason="never_seen") == 50
+            assert metric(url, "spolia_missed_prompt_tokens_total", reason="too_short") == 2 * (turn - 1)
             assert metric(url, "spolia_kv_blocks", state="cached") == 0
             assert metric(url, "spolia_requests_running") == 0
             assert metric(url, "spolia_tier_bytes", tier="disk") > 0
