@@ -110,7 +110,7 @@ BAD = [
     ("/completion", {"prompt": [1.5]}, "prompt[0]"),
     ("/completion", {"prompt": [9999]}, "prompt"),
     ("/completion", {"prompt": "x", "top_p": 3}, "top_p"),
-    ("/completion", {"prompt": "x", "grammar": "root ::= ("}, "structured_outputs"),
+    ("/completion", {"prompt": "x", "grammar": "root ::= ("}, "grammar"),
     ("/infill", {"input_prefix": "x", "input_suffix": "y"}, "suffix"),
     ("/infill", {"input_prefix": "x", "input_extra": [{}]}, "input_extra[0]"),
 ]

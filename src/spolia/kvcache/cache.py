@@ -702,7 +702,7 @@ class KVCache:
         elif length == known:
             explanation = self._explain_end(last, matched, ids.item(matched), history)
             # Nothing tells whether they were computed before; no other tier could have kept them, and it kept the rest.
-            is_rest = history is None and matched == num_restored and len(ids) - matched < self.block_size
+            is_rest = history is None and 0 < num_restored == matched and len(ids) - matched < self.block_size
             if is_rest and explanation.reason is MissReason.NEVER_SEEN:
                 explanation = replace(explanation, reason=MissReason.TOO_SHORT)
         else:

@@ -243,7 +243,7 @@ class ResumableStreams:
     def _make_room(self, tenant: str | None) -> bool:
         """End the oldest that nobody reads, one that is over first, of the tenant that has most, if that is more."""
         held = Counter(stream.tenant for stream in self._by_id.values())
-        most = max(held, key=held.__getitem__)
+        most = max(held, key=held.__getitem__, default=tenant)
         if held[most] <= held[tenant]:
             return False
         unread = {id_: stream for id_, stream in self._by_id.items() if stream.tenant == most and not stream.is_read}
