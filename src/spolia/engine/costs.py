@@ -31,7 +31,7 @@ _MAX_SURPRISE = math.log(2.0)  # a step that was held up by something else teach
 _NUM_TRIALS = 2  # measurements before a rise above what was assumed is believed
 _LEVEL_RATE = 0.1
 _CURVE_RATE = 0.1
-_TIMES_LAST = 8  # steps, once each number of drafts was seen: they move by a hundredth, and take longer than a draft
+_TIMES_LAST = 8  # measurements, once each number of drafts was seen: putting the times together has its price
 _DOUBT = 1e-4  # of what was measured long ago, forgotten at each step that checks no draft
 
 
