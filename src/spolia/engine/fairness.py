@@ -5,7 +5,9 @@ A tenant that comes back after a while begins at the least account of those that
 
     waiting    a: a1 a2 a3 ... a900      b: b1            accounts  a 41,000   b 40,200      next: b1
 
-Within a tenant, the order is the scheduler's: the longest cached prefix, with ageing.
+Within a tenant, the order is the scheduler's: few tokens to compute, many cached, with ageing.
+
+A step's tokens are divided in the same way among the prompts that could use them (`divide`).
 
 Source: virtual token counters, Sheng et al. 2024 (arXiv:2401.00588); within a tenant, locality as in deficit longest
 prefix match, Cao et al. 2025 (arXiv:2501.14312).
@@ -15,16 +17,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from spolia.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from spolia.engine.request import Sequence
 
-__all__ = ["FairShares", "Tenant", "WaitingRoom"]
+__all__ = ["FairShares", "Prompt", "Tenant", "WaitingRoom", "divide"]
+
+_QUICK_PART = 4
+"""One of so many of a tenant's tokens is for prompts with less left than its oldest has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,62 @@ class Tenant:
             raise InvalidRequest(f"weight is {self.weight}; it must be a positive number", param="weight")
         if self.kv_quota is not None and self.kv_quota < 1:
             raise InvalidRequest(f"kv_quota is {self.kv_quota}; it must be at least 1 byte", param="kv_quota")
+
+
+class Prompt(NamedTuple):
+    """One that could use tokens of a step.
+
+    Attributes:
+        num_left: tokens to compute, at least one.
+        has_aged: it was passed over too often, and is not to be again.
+    """
+
+    tenant: Tenant
+    num_left: int
+    has_aged: bool = False
+
+
+def divide(budget: int, prompts: Seq[Prompt]) -> list[int]:
+    """Tokens of `budget` for each prompt.
+
+    Each tenant has its weight's share, and what one does not need goes to the others. Within a tenant the oldest goes
+    first, but for a quarter of the share, which goes to prompts with less left than the oldest, the least first. So a
+    short one never waits for a long one, and the oldest always has three quarters: nobody starves.
+
+    Args:
+        prompts: of each tenant the oldest first.
+
+    Source: shortest remaining time first, Schrage 1968, with a bound on what it may cost the others.
+    """
+    left = [prompt.num_left for prompt in prompts]
+    queues: dict[Tenant, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        queues.setdefault(prompt.tenant, []).append(index)
+    quick = {
+        tenant: sorted(
+            (index for index in queue[1:] if prompts[index].has_aged or left[index] < left[queue[0]]),
+            key=lambda index: (not prompts[index].has_aged, left[index]),
+        )
+        for tenant, queue in queues.items()
+    }
+
+    def serve(queue: list[int], budget: int) -> int:
+        for index in queue:
+            granted = min(budget, left[index])
+            left[index] -= granted
+            budget -= granted
+        return budget
+
+    while budget > 0 and queues:
+        share = budget / sum(tenant.weight for tenant in queues)
+        for tenant, queue in list(queues.items()):
+            mine = min(budget, max(1, int(share * tenant.weight)))
+            spare = serve(quick[tenant], mine // _QUICK_PART)
+            spare = serve(queue, mine - mine // _QUICK_PART + spare)
+            budget -= mine - spare
+            if not any(left[index] for index in queue):
+                del queues[tenant]
+    return [prompt.num_left - more for prompt, more in zip(prompts, left, strict=True)]
 
 
 class FairShares:

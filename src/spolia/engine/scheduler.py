@@ -4,10 +4,17 @@
               preempted <-preempt--+
                   +------admit-----^
 
-Order. Preempted sequences come back first, oldest first; no new one is admitted before them. Of the waiting ones, the
-longest cached prefix goes first, among the oldest `LOOKAHEAD`. Nobody is passed over more than `MAX_PASSED_OVER` times:
-then it is first, and whoever is behind waits with it. A sequence whose prefix a running one is computing at this moment
-waits for that, as long as it has not aged.
+Order. Preempted sequences come back first, oldest first; no new one is admitted before them. Of the waiting ones,
+that one goes first which has the fewest tokens to compute, less those that are cached for it and may be gone later; the
+oldest `LOOKAHEAD` are compared. Nobody is passed over more than `MAX_PASSED_OVER` times: then it is first. A sequence
+whose prefix a running one is computing at this moment waits for that, as long as it has not aged.
+
+Shares. Of the step's tokens each running sequence has one, and each tenant its weight's share of the others. Within a
+tenant the oldest prompt goes first, but for a quarter: that is for prompts with less left than the oldest has, the
+least first, whether they run or wait. So a short question has its answer while a long document is being read, and the
+document is read at three quarters of the speed at worst; among equals, the order is that of arrival.
+
+    budget 256    running: 30,000 left -> 200    waiting: 40,000 and 56 left -> 0 and 56
 
 Room. Running sequences are served oldest first. If one cannot grow, the newest gives way: it has no grant in this step
 to take back, and what it computed stays in the tree until somebody needs the blocks. A sequence is admitted only if all
@@ -27,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spolia.engine.fairness import FairShares, Tenant, WaitingRoom
+from spolia.engine.fairness import FairShares, Prompt, Tenant, WaitingRoom, divide
 from spolia.engine.request import Sequence
 from spolia.errors import Bug
 from spolia.kernels import BLOCK_SIZE
@@ -53,6 +60,27 @@ class Entry(NamedTuple):
     sequence: Sequence
     start: int
     stop: int
+
+
+class Candidate(NamedTuple):
+    """A waiting sequence, and how many of its tokens are cached."""
+
+    sequence: Sequence
+    num_cached_tokens: int
+
+    @property
+    def num_left(self) -> int:
+        """Tokens to compute until it has its first."""
+        return max(1, self.sequence.num_tokens - self.num_cached_tokens)
+
+    @property
+    def has_aged(self) -> bool:
+        """It was passed over often enough, or has run before."""
+        return self.sequence.num_passed_over >= MAX_PASSED_OVER or self.sequence.num_ever_computed_tokens > 0
+
+
+Order = dict[str, list[Candidate]]
+"""By tenant, who may start, the next first."""
 
 
 @dataclass(slots=True)
@@ -159,7 +187,8 @@ class Scheduler:
         """
         plan = StepPlan()
         budget = self.max_batch_tokens
-        grants = self._grants(budget) if self._shares.num_tenants > 1 else None
+        order = self._order() if self._can_admit else None
+        grants = self._grants(budget, order or {})
         index = 0
         while index < len(self._running):
             sequence = self._running[index]
@@ -181,44 +210,55 @@ class Scheduler:
             elif sequence.leader is not None:  # which was before it, and gave way with it
                 budget += plan.take_back(sequence.leader)
                 index -= 1
-        if budget and self.num_waiting and self._free_lanes and not self._is_full:
-            self._admit(plan, budget)
+        if budget and self._can_admit:
+            budget = self._admit(plan, budget, self._order() if order is None else order)
+        if budget and grants is not None:
+            self._top_up(plan, budget)
         if not plan.entries and self.num_waiting:
             raise Bug(f"{self.num_waiting} sequences wait, none runs, and none could be admitted")
         return plan
 
-    def _grants(self, budget: int) -> list[int]:
-        """Tokens of the budget for each running sequence: one each, and of the rest each tenant's share for prompts.
+    @property
+    def _can_admit(self) -> bool:
+        return bool(self.num_waiting and self._free_lanes and not self._is_full)
 
-        Within a tenant the oldest goes first; what one tenant does not need goes to the others. The share of a tenant
-        that only waits is left, so that it can be admitted in this step.
+    def _grants(self, budget: int, order: Order) -> list[int] | None:
+        """Tokens of the budget for each running sequence; None: they need not share.
+
+        What those of `order` get is left, so that they can be admitted in this step.
         """
+        behind = [index for index, sequence in enumerate(self._running) if sequence.num_pending_tokens > 1]
+        if not behind:
+            return None
+        newcomers = self._newcomers(order)
+        if len(behind) + len(newcomers) == 1:
+            return None
+        prompts = [
+            Prompt(self._running[index].request.tenant, self._running[index].num_pending_tokens - 1) for index in behind
+        ] + [Prompt(one.sequence.request.tenant, one.num_left, has_aged=one.has_aged) for one in newcomers]
         grants = [1] * len(self._running)
-        left = budget - len(grants)
-        running = {sequence.request.tenant for sequence in self._running}
-        if self._free_lanes and not self._is_full:
-            waiting = {self._waiting.oldest(name, 1)[0].request.tenant for name in self._waiting.tenants()} - running
-            total = sum(tenant.weight for tenant in running | waiting)
-            left -= int(left * sum(tenant.weight for tenant in waiting) / total)
-        pending: dict[Tenant, deque[int]] = {}
-        for index, sequence in enumerate(self._running):
-            if sequence.num_pending_tokens > 1:
-                pending.setdefault(sequence.request.tenant, deque()).append(index)
-        while left > 0 and pending:
-            share = left / sum(tenant.weight for tenant in pending)
-            for tenant, indices in list(pending.items()):
-                mine = min(left, max(1, int(share * tenant.weight)))
-                while mine > 0 and indices:
-                    wanted = self._running[indices[0]].num_pending_tokens - grants[indices[0]]
-                    taken = min(mine, wanted)
-                    grants[indices[0]] += taken
-                    mine -= taken
-                    left -= taken
-                    if taken == wanted:
-                        indices.popleft()
-                if not indices:
-                    del pending[tenant]
+        for index, granted in zip(behind, divide(budget - len(grants), prompts), strict=False):
+            grants[index] += granted
         return grants
+
+    def _newcomers(self, order: Order) -> list[Candidate]:
+        """Whoever could be admitted in this step, the first of each tenant first."""
+        if self._preempted and self._can_admit:
+            return [self._candidate(self._preempted[0])]
+        return [one for candidates in order.values() for one in candidates if self._would_start(one)]
+
+    def _would_start(self, candidate: Candidate) -> bool:
+        return self._may_start(candidate.sequence.request.tenant) and not self._is_being_computed(candidate)
+
+    def _top_up(self, plan: StepPlan, budget: int) -> None:
+        """What newcomers have left goes to the oldest that can use it, if nobody has to give way for it."""
+        for place, (sequence, start, stop) in enumerate(plan.entries):
+            if sequence.is_scoring or sequence.num_drafts or sequence.meets_at is not None:
+                continue
+            more = min(budget, sequence.num_tokens - stop)
+            if more > 0 and (stop + more <= sequence.num_slots or self._take_slots(sequence, stop + more, plan)):
+                plan.entries[place] = Entry(sequence, start, stop + more)
+                budget -= more
 
     def _stop_of_special(self, sequence: Sequence, start: int, stop: int, most: int, plan: StepPlan) -> int:
         """How far a sequence goes of whose tokens more than the last have logits that are wanted.
@@ -289,50 +329,61 @@ class Scheduler:
 
     # Admission.
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Start sequences while there is budget, a lane, and room for the next in order."""
-        while self._preempted:
+    def _order(self) -> Order:
+        """By tenant, its oldest waiting sequences, in the order to start them; the preempted ones are before all."""
+        return {name: self._order_of(name) for name in self._waiting.tenants()}
+
+    def _order_of(self, tenant: str) -> list[Candidate]:
+        candidates = map(self._candidate, self._waiting.oldest(tenant, LOOKAHEAD))
+        # The sort is stable, so equals stay in order of arrival.
+        return sorted(candidates, key=lambda one: (not one.has_aged, one.num_left - one.num_cached_tokens))
+
+    def _candidate(self, sequence: Sequence) -> Candidate:
+        return Candidate(sequence, self._cache.probe(sequence.request.namespace, sequence.known_ids))
+
+    def _admit(self, plan: StepPlan, budget: int, order: Order) -> int:
+        """Start sequences while there is budget, a lane, and room for the next in order.
+
+        Returns:
+            What is left of the budget.
+        """
+        while self._preempted and budget and self._free_lanes:
             num_granted = self._start(self._preempted[0], plan, budget)
             if num_granted is None:
-                return
+                return budget
             self._preempted.popleft()
             budget -= num_granted
+        unfinished: dict[str, int] = {}  # by tenant, what is left of the oldest prompt that the step does not finish
+        for sequence, start, stop in plan.entries:
+            if stop < sequence.num_tokens:
+                unfinished.setdefault(sequence.request.tenant.name, sequence.num_tokens - start)
+        for candidate in self._by_account(order):
             if not budget or not self._free_lanes:
-                return
-        for sequence, num_cached_tokens in self._admission_order():
-            if not _has_aged(sequence) and self._is_being_computed(sequence, num_cached_tokens):
+                break
+            sequence = candidate.sequence
+            most = unfinished.get(sequence.request.tenant.name)
+            if not candidate.has_aged and most is not None and candidate.num_left >= most:
+                continue  # it would have crumbs, and keep a lane and blocks for them
+            if self._is_being_computed(candidate):
                 continue
             num_granted = self._start(sequence, plan, budget)
             if num_granted is None:
-                return
+                break
             self._waiting.start(sequence)
             budget -= num_granted
-            if not budget or not self._free_lanes:
-                return
+        return budget
 
-    def _admission_order(self) -> Iterator[tuple[Sequence, int]]:
-        """Waiting sequences and how many of their tokens are cached, in the order to start them.
-
-        Each time the tenant of the least account is next: it may have been charged for the one before.
-        """
-        orders = {name: deque(self._order_of(name)) for name in self._waiting.tenants()}
-        while orders:
-            name = min(orders, key=self._shares.account)
-            sequence, num_cached_tokens = orders[name].popleft()
-            if not orders[name] or not self._may_start(sequence.request.tenant):
-                del orders[name]
-                if not self._may_start(sequence.request.tenant):
-                    continue
-            yield sequence, num_cached_tokens
-
-    def _order_of(self, tenant: str) -> list[tuple[Sequence, int]]:
-        """One tenant's oldest sequences, in the order to start them."""
-        candidates = [
-            (sequence, self._cache.probe(sequence.request.namespace, sequence.known_ids))
-            for sequence in self._waiting.oldest(tenant, LOOKAHEAD)
-        ]
-        # The sort is stable, so equals stay in order of arrival.
-        return sorted(candidates, key=lambda candidate: (not _has_aged(candidate[0]), -candidate[1]))
+    def _by_account(self, order: Order) -> Iterator[Candidate]:
+        """All of `order`. Each time the tenant of the least account is next: it is charged for what was started."""
+        queues = {name: deque(candidates) for name, candidates in order.items()}
+        while queues:
+            name = min(queues, key=self._shares.account)
+            candidate = queues[name].popleft()
+            may_start = self._may_start(candidate.sequence.request.tenant)
+            if not queues[name] or not may_start:
+                del queues[name]
+            if may_start:
+                yield candidate
 
     def _may_start(self, tenant: Tenant) -> bool:
         """Whether this tenant may have one more lane: where tenants are told apart, none takes the last quarter."""
@@ -341,15 +392,15 @@ class Scheduler:
         num_lanes = sum(sequence.request.tenant.name == tenant.name for sequence in self._running)
         return num_lanes < max(1, self.max_sequences - self.max_sequences // 4)
 
-    def _is_being_computed(self, sequence: Sequence, num_cached_tokens: int) -> bool:
-        """Whether a running prefill is about to compute tokens that `sequence` would have to compute.
+    def _is_being_computed(self, candidate: Candidate) -> bool:
+        """Whether a running prefill is about to compute tokens that `candidate`, not aged, would have to compute.
 
         Waiting costs a step or so, which that prefill fills. A common beginning of less than a block (BOS, say) is not
         worth it.
         """
-        ids = sequence.known_ids
-        wanted = max(num_cached_tokens + 1, BLOCK_SIZE)
-        if wanted >= len(ids):  # the last token is computed in any case
+        sequence, ids = candidate.sequence, candidate.sequence.known_ids
+        wanted = max(candidate.num_cached_tokens + 1, BLOCK_SIZE)
+        if candidate.has_aged or wanted >= len(ids):  # the last token is computed in any case
             return False
         return any(
             other.num_computed_tokens < wanted <= other.num_tokens
@@ -440,7 +491,3 @@ def _close(sequence: Sequence) -> None:
     sequence.held_lease.close(Outcome.BROKEN_OFF)
     sequence.lease = None
     sequence.num_computed_tokens = sequence.num_slots = 0
-
-
-def _has_aged(sequence: Sequence) -> bool:
-    return sequence.num_passed_over >= MAX_PASSED_OVER
