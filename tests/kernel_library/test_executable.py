@@ -360,7 +360,7 @@ def test_more_threads_than_the_system_starts_are_refused() -> None:
     code = f"""
 import resource, sys
 sys.path[:0] = {sys.path!r}
-from kernels.programs import PROGRAMS
+from kernel_library.programs import PROGRAMS
 from spolia.kernels.cpu import CpuExecutable
 program = PROGRAMS["llama"]("Q8_0")
 in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
