@@ -12,7 +12,7 @@ import transformers
 from spolia.generation import FILTERS, PROCESSORS, History, SamplingParams, Vocabulary, Watermark, WatermarkDetector
 from spolia.generation.pipeline import Asked, build_pipeline, filters_of
 from spolia.generation.processors import Depth, TransformersProcessor
-from spolia.generation.processors.candidates import Candidates, Scratch, Softmax, largest
+from spolia.generation.processors.candidates import Candidates, Scratch, Softmax, at_least, largest
 from spolia.generation.processors.filters import Renormalise
 
 VOCAB_SIZE = 300
@@ -479,6 +479,24 @@ def test_selections_without_sorting_are_those_of_sorting(scale):
         outside = np.delete(distance, near)
         assert p[near].sum() >= mass - 1e-5
         assert not len(outside) or outside.min() >= distance[near].max() - 1e-3
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 129, 4_096, 49_153, 151_936])
+@pytest.mark.parametrize("values", ["all different", "many equal", "half forbidden"])
+def test_the_largest_are_found_however_their_columns_are_put_together(size, values):
+    rng = np.random.default_rng(size)
+    scores = (rng.standard_normal(size) * 3).astype(np.float32)
+    if values == "many equal":
+        scores = np.round(scores)
+    elif values == "half forbidden":
+        scores[rng.random(size) < 0.5] = -np.inf
+    ordered = np.sort(scores)
+    num_columns = size // 64
+    for k in {1, 2, 50, num_columns // 16, num_columns // 8, num_columns, num_columns + 1, size - 1, size} - {0}:
+        expected = np.flatnonzero(scores >= ordered[-min(k, size)])
+        np.testing.assert_array_equal(largest(scores, k), expected)
+    for threshold in (*ordered[[0, size // 2, -1]], np.float32(1e30)):
+        np.testing.assert_array_equal(at_least(scores, threshold), np.flatnonzero(scores >= threshold))
 
 
 @pytest.mark.parametrize("text", ["a", "aa", "ab", "b|", "é", "aba"])

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 __all__ = ["Candidates", "Scratch", "Softmax", "at_least", "largest", "most_likely", "total_of", "within_mass"]
 
-_NUM_ROWS = 32
+_NUM_ROWS = 32  # of the columns that are summed: another number would round otherwise
+_NUM_MAX_ROWS = 64  # of those whose maxima are taken, which do not round: as many as keep the maxima near
+_MAXIMA_A_TOKEN = 8  # for each of the k largest, of which the k-th is found; fewer tell less sharply
 _BUCKET = 256
 _SAMPLE = 512
 _NUM_BINS, _BINS_PER_UNIT = 4_096, 64
@@ -141,40 +143,44 @@ def total_of(values: Scores) -> float:
 
 def at_least(scores: Scores, threshold: np.float32) -> Indices:
     """Indices, ascending, of all scores that are no less than a threshold."""
-    num_whole = len(scores) // _NUM_ROWS * _NUM_ROWS
-    columns = scores[:num_whole].reshape(_NUM_ROWS, -1)
+    num_whole = len(scores) // _NUM_MAX_ROWS * _NUM_MAX_ROWS
+    columns = scores[:num_whole].reshape(_NUM_MAX_ROWS, -1)
     return _at_least(scores, columns, columns.max(axis=0) if num_whole else scores[:0], threshold)
 
 
 def largest(scores: Scores, k: int) -> Indices:
     """Indices, ascending, of all scores that are no less than the k-th largest.
 
-    The k-th largest of the maxima of columns cannot exceed it: a threshold that few columns reach, and only these are
-    looked at.
+    The k-th largest of the maxima of columns, or of groups of columns, cannot exceed it: a threshold that few columns
+    reach, and only these are looked at.
     """
     if k >= len(scores):
         return np.arange(len(scores))
-    num_columns = len(scores) // _NUM_ROWS
-    if k > num_columns // 2:
+    num_columns = len(scores) // _NUM_MAX_ROWS
+    if k > num_columns:
         return np.flatnonzero(scores >= np.partition(scores, -k)[-k])
-    columns = scores[: num_columns * _NUM_ROWS].reshape(_NUM_ROWS, num_columns)
+    columns = scores[: num_columns * _NUM_MAX_ROWS].reshape(_NUM_MAX_ROWS, num_columns)
     maxima = columns.max(axis=0)
-    indices = _at_least(scores, columns, maxima, np.partition(maxima, -k)[-k])
+    groups = maxima
+    while (half := len(groups) // 2) >= _MAXIMA_A_TOKEN * k:
+        groups = np.maximum(groups[:half], groups[half : 2 * half])
+    indices = _at_least(scores, columns, maxima, np.partition(groups, -k)[-k])
     values = scores[indices]
     found: Indices = indices[values >= np.partition(values, -k)[-k]]
     return found
 
 
 def _at_least(scores: Scores, columns: Scores, maxima: Scores, threshold: np.float32) -> Indices:
-    """As `at_least`, given the scores as `[32, num_columns]` without the rest, and the columns' maxima."""
+    """As `at_least`, given the scores as `[64, num_columns]` without the rest, and the columns' maxima."""
     num_columns = len(maxima)
     reached = np.flatnonzero(maxima >= threshold)
-    if 4 * len(reached) > num_columns:
+    if 8 * len(reached) > num_columns:
         return np.flatnonzero(scores >= threshold)
     row, column = np.nonzero(columns.take(reached, axis=1) >= threshold)
     found = row * num_columns + reached[column]
-    rest = scores[_NUM_ROWS * num_columns :]
-    return np.concatenate([found, _NUM_ROWS * num_columns + np.flatnonzero(rest >= threshold)]) if len(rest) else found
+    num_whole = _NUM_MAX_ROWS * num_columns
+    rest = scores[num_whole:]
+    return np.concatenate([found, num_whole + np.flatnonzero(rest >= threshold)]) if len(rest) else found
 
 
 def within_mass(distance: Scores, weights: Scores, total: float, mass: float, mask: NDArray[np.bool_]) -> Indices:
