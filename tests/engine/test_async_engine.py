@@ -12,6 +12,7 @@ import pytest
 
 from spolia.engine import AsyncEngine, EngineConfig, SamplingParams
 from spolia.errors import Bug, InvalidRequest, ModelError, Overloaded
+from spolia.generation.processors import green_list
 
 from .toy import GREEDY, toy_answer, toy_engine
 
@@ -136,6 +137,32 @@ def test_a_bad_request_raises_at_the_call():
     async def test(engine, core):
         with pytest.raises(InvalidRequest):
             engine.generate([9999])
+
+    with_engine(test)
+
+
+def test_the_table_of_a_watermark_is_made_on_neither_the_loops_nor_the_engines_thread(monkeypatch):
+    makers = []
+    make = green_list._swaps
+
+    def noted(size, count, seed):
+        if size == green_list._TABLE_SIZE:
+            makers.append(threading.current_thread())
+        return make(size, count, seed)
+
+    monkeypatch.setattr(green_list, "_swaps", noted)
+    green_list._table.cache_clear()
+
+    async def test(engine, core):
+        marking = {"seeding_scheme": "selfhash", "hashing_key": 77}
+        params = SamplingParams(temperature=0.0, max_tokens=5, watermarking_config=marking)
+        await engine.prepare(params)
+        async with engine.generate([1, 2, 3], params) as stream:
+            async for _ in stream:
+                pass
+        (maker,) = makers
+        assert maker is not threading.current_thread()
+        assert maker.name.startswith("asyncio_")
 
     with_engine(test)
 

@@ -35,7 +35,7 @@ from spolia.engine.sessions import Session, SessionStore
 from spolia.engine.storage import make_sealer
 from spolia.engine.thread import EngineThread, RetiredTier
 from spolia.errors import NotReady, SpoliaError
-from spolia.generation import BeamParams, ContrastiveParams, SamplingParams
+from spolia.generation import BeamParams, ContrastiveParams, GreenList, SamplingParams
 from spolia.kvcache import CacheStats, History, RetentionPolicy, Wish, namespace_key
 from spolia.models import Model
 from spolia.tiers import HandedDown, TierUse, payload_of, read_archive, write_archive
@@ -306,14 +306,18 @@ class AsyncEngine:
         return outbox
 
     async def prepare(self, params: SamplingParams) -> None:
-        """Compile the form that `params` ask for, if any, on another thread, so that `generate` need not.
+        """Make on another thread what `params` ask for and takes a while, so that `generate` finds it made.
+
+        That is the form of an answer, and the table of a watermark's key.
 
         Raises:
-            InvalidRequest: it cannot be compiled.
+            InvalidRequest: the form cannot be compiled.
         """
         form = params.structured_outputs
         if form is not None:
             await asyncio.to_thread(self._admission.vocabulary.grammars.compile, form)
+        if params.watermarking_config is not None:
+            await asyncio.to_thread(GreenList, **params.watermarking_config)
 
     def warm_forms(self, *, after_s: float = 0.0) -> threading.Timer:
         """Make what the first answer of a form would wait for, on a thread of its own, in so many seconds.

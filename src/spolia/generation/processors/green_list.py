@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,9 @@ class GreenList(Filter):
 
     It follows all filters, as in transformers. "lefthash" costs the beginning of one permutation a token, "selfhash",
     whose seed depends on the token that is to be drawn too, of 40.
+
+    With "selfhash" a key has a table that takes a fifth of a second to make: it is made here, where a request is
+    admitted, never between two steps. What was made lately is kept.
 
     Args:
         greenlist_ratio: share of the vocabulary that is green.
@@ -50,7 +53,8 @@ class GreenList(Filter):
         self._ratio = greenlist_ratio
         self._bias = np.float32(bias)
         self._key = hashing_key
-        self._is_selfhash = seeding_scheme == "selfhash"
+        # Its own, too: with many keys at a time each would push out what another is about to look up.
+        self._table = _table(hashing_key) if seeding_scheme == "selfhash" else None
         self._context_width = context_width
 
     def process(self, logits: Logits, rows: Sequence[History]) -> None:
@@ -68,8 +72,8 @@ class GreenList(Filter):
         ids, scores = candidates
         size = history.vocab_size
         count = int(size * self._ratio)
-        if self._is_selfhash:
-            favoured = self._own_greens(candidates, history.ids, size, count)
+        if self._table is not None:
+            favoured = self._own_greens(self._table, candidates, history.ids, size, count)
         else:
             green = _green_list(size, count, self._key * int(history.ids[-1]) % (2**64 - 1))
             favoured = np.flatnonzero(green if ids is None else green[ids])
@@ -77,13 +81,8 @@ class GreenList(Filter):
         marked[favoured] += self._bias
         return candidates._replace(scores=marked)
 
-    @cached_property
-    def _table(self) -> Steps:
-        """Its own, too: with many keys at a time each would push out what another is about to look up."""
-        return _table(self._key)
-
     def _own_greens(
-        self, candidates: Candidates, context: NDArray[np.int32], size: int, count: int
+        self, table: Steps, candidates: Candidates, context: NDArray[np.int32], size: int, count: int
     ) -> NDArray[np.intp]:
         """Indices of the likeliest candidates that are green after a context which they end themselves."""
         ids, scores = candidates
@@ -93,7 +92,7 @@ class GreenList(Filter):
         for index in likeliest:
             token_id = int(index if ids is None else ids[index])
             window = np.append(context, token_id)[-self._context_width :]
-            hashed = self._table[window % _TABLE_SIZE] + 1
+            hashed = table[window % _TABLE_SIZE] + 1
             with np.errstate(over="ignore"):
                 seed = int((np.int64(self._key) * hashed * hashed[-1]).min())
             if _is_moved_to_the_front(token_id, _swaps(size, count, seed % (2**64 - 1))):
