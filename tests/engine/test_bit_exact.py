@@ -225,14 +225,14 @@ def test_no_schedule_changes_a_bit_of_any_answer(level, variant, tmp_path):
     assert len(made.answers) == NUM_REQUESTS
     happened: Counter[str] = Counter()
     for seed in range(max(MIN_SCHEDULES, NUM_SCHEDULES // (len(levels()) * len(VARIANTS)))):
-        # Every fourth has other tiers: memory, or a folder where it finds what the one before has left, or both.
+        # Half have other tiers: memory, or a folder where it finds what the one before has left, or both.
         host = TierUse(Tier("host", HostBackend(HOST_BYTES)), "write_back", is_exclusive=True)
         disk = TierUse(
             Tier("disk", FolderBackend(tmp_path, FOLDER_BYTES)), "write_back" if seed % 16 else "write_through"
         )
-        tiers = [[host], [], [], [], [disk], [], [disk], [], [host, disk], [], [disk], []][seed % 12]
+        tiers = [[host], [], [disk], [], [disk], [], [disk], [], [host, disk], [], [disk], []][seed % 12]
         try:
-            happened += run_schedule(made, random.Random(seed), tiers, ends_meet=seed % 12 in (6, 10))
+            happened += run_schedule(made, random.Random(seed), tiers, ends_meet=seed % 12 in (2, 6, 10))
         except AssertionError as error:
             raise AssertionError(f"schedule {seed}: {error}") from error
     # What the schedules are for did happen, often.
@@ -244,7 +244,7 @@ def test_no_schedule_changes_a_bit_of_any_answer(level, variant, tmp_path):
     assert happened["accepted drafts"] > 100
     assert happened["reused tokens"] > 5_000
     assert happened["restored tokens"] > 500
-    assert happened["met tokens"] > 50
+    assert happened["met tokens"] > 0  # how often, 200 to 900 times here, depends on how soon the readers come
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
